@@ -1,0 +1,49 @@
+"""What a generation is asked to do, after all defaults are filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    The randomness of the token at position p depends on `seed` and p alone, so prefill and decode workers
+    continue one stream without passing any state.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRule:
+    """When a sequence ends by its tokens. Stop strings are matched where text exists: at the gateway."""
+
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+
+    def finish_reason(self, token_id: int, num_generated: int) -> FinishReason | None:
+        """Why the sequence ends with `token_id` as its `num_generated`-th output token; None when it goes on."""
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        if num_generated >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None

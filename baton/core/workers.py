@@ -1,0 +1,97 @@
+"""What gateways know of workers, and what a request needs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.core.model import ModelFingerprint
+
+
+class WorkerRole(Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(Enum):
+    """Whether a worker takes new requests."""
+
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """One worker as it describes itself in a heartbeat.
+
+    `num_blocks` is the whole KV pool, `max_num_seqs` the most requests at a time. The other numbers are gauges
+    for people; credit is counted by grants, not by them.
+    """
+
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    state: WorkerState
+    address: str
+    host_id: str
+    fingerprint: ModelFingerprint
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_context_tokens: int
+    num_waiting: int = 0
+    num_running: int = 0
+    num_used_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker with the credit that grants have taken of it, as seen in one moment."""
+
+    record: WorkerRecord
+    granted_blocks: int
+    granted_seqs: int
+    heartbeat_age_s: float
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no grant holds."""
+        return self.record.num_blocks - self.granted_blocks
+
+    @property
+    def free_seqs(self) -> int:
+        """Sequence slots that no grant holds."""
+        return self.record.max_num_seqs - self.granted_seqs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A request's place in the queue. Holds no prompt."""
+
+    attempt_id: str
+    request_id: str
+    queue_class: str
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Which pair serves a ticket, and the credit that it takes: blocks on each side."""
+
+    prefill_id: str
+    decode_id: str
+    prefill_blocks: int
+    decode_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A pair of workers that hold credit for one ticket."""
+
+    attempt_id: str
+    prefill: WorkerRecord
+    decode: WorkerRecord
+    queue_s: float
