@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from baton.core.model import ModelFingerprint
+if TYPE_CHECKING:
+    from baton.core.model import ModelFingerprint
 
 
 class WorkerRole(Enum):
