@@ -1,0 +1,60 @@
+"""One step's work as plain data: what a scheduler decides and an executor does. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.core.generation import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """The part of one sequence that a step computes: a prefill chunk, or one token of a decode step.
+
+    `token_ids[i]` stands at position `start_position + i`. The keys and values of all earlier positions are in
+    the blocks already; the step writes those of its own tokens. `block_table[j]` is the block of positions
+    `j * block_size` up to `(j + 1) * block_size`; it covers at least the slice's last position and may be
+    longer. Blocks belong to the caller before, during and after the step. The executor keeps no reference to
+    the sequences it is given, so a caller may reuse its lists once `execute` has returned.
+
+    `sampling` is None where no token follows this slice (every chunk of a prompt but its last).
+    """
+
+    attempt_id: str
+    token_ids: Sequence[int]
+    start_position: int
+    block_table: Sequence[int]
+    sampling: SamplingParams | None
+
+    @property
+    def end_position(self) -> int:
+        """The position after the slice's last token: where the sampled token will stand."""
+        return self.start_position + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """All slices of one step, at most one a sequence; decode steps and prefill chunks may be mixed."""
+
+    slices: Sequence[SequenceSlice]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(len(piece.token_ids) for piece in self.slices)
+
+    def assert_fits(self, *, block_size: int, num_blocks: int) -> None:
+        """Asserts what every executor relies on: a plan that fails is a scheduler's bug, not a bad request."""
+        for piece in self.slices:
+            assert piece.token_ids, f"{piece.attempt_id}: a slice without tokens"
+            assert piece.start_position >= 0, f"{piece.attempt_id}: starts at {piece.start_position}"
+            num_needed = -(-piece.end_position // block_size)
+            assert len(piece.block_table) >= num_needed, (
+                f"{piece.attempt_id}: {len(piece.block_table)} blocks, {piece.end_position} positions need {num_needed}"
+            )
+            assert min(piece.block_table) >= 0, f"{piece.attempt_id}: a negative block id"
+            assert max(piece.block_table) < num_blocks, f"{piece.attempt_id}: a block id beyond {num_blocks - 1}"

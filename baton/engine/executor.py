@@ -1,0 +1,111 @@
+"""The seam between scheduling and computing, with the fake that schedulers are tested on.
+
+Imports no torch: `baton.engine.torch_executor` has the executor that runs a model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.core.model import KVLayout
+    from baton.engine.batch import BatchPlan
+
+
+class Executor(Protocol):
+    """Computes one step at a time over a pool of KV blocks. Used from one thread."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """How the pool lies in memory."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool; valid ids are 0 up to `num_blocks`, exclusive."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 up to `vocab_size`, exclusive."""
+        ...
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Positions that the model was made for."""
+        ...
+
+    def execute(self, plan: BatchPlan) -> list[int | None]:
+        """Runs the step; returns for each slice the token sampled after it, None where it does not sample.
+
+        Blocks until the step is done; the keys and values are then in the pool. The result for a slice does not
+        depend on what else is in the plan, nor on how its sequence was cut into slices. Raises
+        ResourceExhaustedError when the step does not fit into memory: nothing that other sequences
+        own has changed then, and a smaller plan can succeed.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Runs a small step so that the first request does not pay for set-up. Overwrites block 0: call before use."""
+        ...
+
+
+def scripted_token(last_token_id: int, position: int, seed: int, vocab_size: int) -> int:
+    """The token that ScriptedExecutor puts at `position` after `last_token_id`: arbitrary but fixed."""
+    return (last_token_id * 31 + position * 17 + seed * 7 + 11) % vocab_size
+
+
+class ScriptedExecutor:
+    """An executor without a model: its tokens are a function of the token before, the position and the seed.
+
+    So a prefill side and a decode side continue one another without any KV. `next_token(last_token_id,
+    position)` replaces the function where a test needs a certain output. `plans` are the plans executed so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayout,
+        num_blocks: int,
+        vocab_size: int = 256,
+        max_context_tokens: int = 8192,
+        next_token: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.max_context_tokens = max_context_tokens
+        self.plans: list[BatchPlan] = []
+        self._next_token = next_token
+
+    def execute(self, plan: BatchPlan) -> list[int | None]:
+        """Returns the scripted tokens; asserts that the plan is sound and that no two slices write to one block."""
+        plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
+        self._assert_writers_apart(plan)
+        self.plans.append(plan)
+        tokens: list[int | None] = []
+        for piece in plan.slices:
+            if piece.sampling is None:
+                tokens.append(None)
+            elif self._next_token is not None:
+                tokens.append(self._next_token(piece.token_ids[-1], piece.end_position))
+            else:
+                seed = 0 if piece.sampling.is_greedy else piece.sampling.seed
+                tokens.append(scripted_token(piece.token_ids[-1], piece.end_position, seed, self.vocab_size))
+        return tokens
+
+    def warm_up(self) -> None:
+        """Nothing to set up."""
+
+    def _assert_writers_apart(self, plan: BatchPlan) -> None:
+        writers: dict[int, str] = {}
+        for piece in plan.slices:
+            first = piece.start_position // self.layout.block_size
+            last = (piece.end_position - 1) // self.layout.block_size
+            for block_id in piece.block_table[first : last + 1]:
+                assert block_id not in writers, (
+                    f"block {block_id}: {writers[block_id]} and {piece.attempt_id} write to it"
+                )
+                writers[block_id] = piece.attempt_id
