@@ -1,0 +1,81 @@
+"""What the two sides of a handover tell each other, as plain data.
+
+Everything here is frozen and picklable: it crosses the wire (`kv_transfer.wire`) and the pipe between a
+worker's server and engine processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.core.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from baton.core.model import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKey:
+    """One life of one worker. A worker that restarted is another peer, whatever its name and address."""
+
+    worker_id: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmHandle:
+    """A pool in shared memory of this host: a segment's name under /dev/shm, and its size in blocks."""
+
+    segment: str
+    num_blocks: int
+
+
+PoolHandle = ShmHandle
+"""How to reach a source's pool. Each transport adds its own handle type to this union."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPool:
+    """A source's pool, as a handshake made it known: whose it is and how to reach it."""
+
+    peer: PeerKey
+    handle: PoolHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVDescriptor:
+    """A finished KV cache in a source's pool, readable while its lease lasts.
+
+    `block_ids[i]` holds positions [i * block size, (i + 1) * block size); the cache holds positions
+    [0, num_tokens). `lease_s` counts from the moment the descriptor was sent: a duration, because two
+    processes' clocks cannot be compared.
+    """
+
+    lease_id: str
+    lease_slot: int
+    generation: int
+    worker_id: str
+    incarnation: str
+    address: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    lease_s: float
+
+    @property
+    def peer(self) -> PeerKey:
+        """The life of the worker that holds the blocks."""
+        return PeerKey(self.worker_id, self.incarnation)
+
+    def require_fits(self, layout: KVLayout) -> None:
+        """Raises InvalidArgumentError unless the blocks are as many as `num_tokens` positions need."""
+        expected = layout.blocks_for(self.num_tokens)
+        if len(self.block_ids) != expected:
+            raise InvalidArgumentError(
+                "kv.block_ids",
+                f"{len(self.block_ids)} blocks for {self.num_tokens} tokens, must be {expected} "
+                f"of {layout.block_size} tokens",
+            )
