@@ -1,0 +1,55 @@
+"""Runs the scripts: bounded in time, with one typed error when Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError
+
+from baton.core.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from redis.commands.core import AsyncScript
+
+    from baton.coordination.client import RedisConnection
+    from baton.coordination.keys import Keys
+
+_NAMES = ("heartbeat", "deregister", "workers")
+
+
+class Commands:
+    """The scripts of one model. Loaded again by themselves when Redis has forgotten them."""
+
+    def __init__(self, connection: RedisConnection, keys: Keys, *, timeout_s: float = 1.0) -> None:
+        self._keys = keys.all
+        self._timeout_s = timeout_s
+        self._scripts: dict[str, AsyncScript] = {}
+        self._is_available = True
+        folder = resources.files("baton.coordination") / "scripts"
+        common = (folder / "common.lua").read_text(encoding="utf-8")
+        for name in _NAMES:
+            body = (folder / f"{name}.lua").read_text(encoding="utf-8")
+            self._scripts[name] = connection.commands.register_script(common + body)
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the last call reached Redis."""
+        return self._is_available
+
+    async def call(self, name: str, *args: str | int | float) -> Any:
+        """Runs the script `name`; the reply's strings are decoded. Waits at most `timeout_s`.
+
+        Raises UnavailableError when Redis is away, stalled or loading. The script may have run all the same: each
+        is idempotent.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._scripts[name](keys=self._keys, args=args)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._is_available = False
+            cause = type(error).__name__
+            raise UnavailableError(f"Redis is away ({cause}); try again", reason="REDIS_UNAVAILABLE") from error
+        self._is_available = True
+        return reply

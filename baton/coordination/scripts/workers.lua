@@ -1,0 +1,2 @@
+-- Returns all live workers.
+return views()
