@@ -1,0 +1,147 @@
+"""Reading a source's blocks directly from its memory, guarded by fence words.
+
+The reader and the source share no lock: the source may end a lease and reuse the blocks in the middle of a copy.
+So a copy is made first and believed afterwards, piece by piece: when the lease's fence word still holds the lease's
+generation after a piece was copied, then the source had not yet let go of the blocks while it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from baton.core.errors import InvalidArgumentError
+from kv_transfer.errors import PeerGoneError, PoolMismatchError, StaleLeaseError
+from kv_transfer.transport import ReadResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.core.model import KVLayout
+    from baton.engine.kv_pool import KVPool
+    from kv_transfer.descriptor import KVDescriptor, PeerKey
+
+PIECE_BYTES = 4 * 2**20
+"""What is copied between two looks at the fence, and what `close` waits for at most: under a millisecond."""
+
+
+class FencedMemory(Protocol):
+    """A source's blocks and fence words, as this process can address them."""
+
+    @property
+    def name(self) -> str:
+        """Name of the transport, for people."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Fence words."""
+        ...
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """The blocks: uint8 [num_blocks, block_bytes]. Nobody may keep it beyond one statement."""
+        ...
+
+    def fence(self, slot: int) -> int:
+        """A slot's fence word, freshly read from the source's memory."""
+        ...
+
+    def close(self) -> None:
+        """Gives up the memory."""
+        ...
+
+
+class CopyRun(NamedTuple):
+    """Blocks that follow each other on both sides."""
+
+    source: int
+    destination: int
+    length: int
+
+
+def copy_runs(source_ids: Sequence[int], destination_ids: Sequence[int], max_length: int) -> Iterator[CopyRun]:
+    """Splits a block-by-block copy into as few runs as there can be of at most `max_length` blocks, in order."""
+    start = 0
+    for end in range(1, len(source_ids) + 1):
+        length = end - start
+        if (
+            end == len(source_ids)
+            or length == max_length
+            or source_ids[end] != source_ids[start] + length
+            or destination_ids[end] != destination_ids[start] + length
+        ):
+            yield CopyRun(source_ids[start], destination_ids[start], length)
+            start = end
+
+
+class FencedReader:
+    """A `KVReader` over memory of the source. Thread-safe: pieces of concurrent reads take turns."""
+
+    def __init__(self, peer: PeerKey, layout: KVLayout, memory: FencedMemory) -> None:
+        self._peer = peer
+        self._layout = layout
+        self._memory: FencedMemory | None = memory
+        self._max_run = max(1, PIECE_BYTES // layout.block_bytes)
+        self._lock = threading.Lock()
+
+    def read(self, descriptor: KVDescriptor, into: KVPool, block_ids: Sequence[int]) -> ReadResult:
+        """See `KVReader.read`."""
+        started_s = time.perf_counter()
+        destination = flat_blocks(into.tensor)
+        with self._lock:
+            memory = self._open_memory()
+            self._require_readable(memory, descriptor, block_ids)
+            _require_fence(memory, descriptor)
+        for run in copy_runs(descriptor.block_ids, block_ids, self._max_run):
+            with self._lock:
+                memory = self._open_memory()
+                _copy(memory.blocks, destination, run)
+                _require_fence(memory, descriptor)
+        return ReadResult(
+            transport=memory.name,
+            num_bytes=len(block_ids) * self._layout.block_bytes,
+            copy_s=time.perf_counter() - started_s,
+        )
+
+    def close(self) -> None:
+        """See `KVReader.close`."""
+        with self._lock:
+            memory, self._memory = self._memory, None
+            if memory is not None:
+                memory.close()
+
+    def _open_memory(self) -> FencedMemory:
+        if self._memory is None:
+            raise PeerGoneError(f"the pool of {self._peer} was given up")
+        return self._memory
+
+    def _require_readable(self, memory: FencedMemory, descriptor: KVDescriptor, block_ids: Sequence[int]) -> None:
+        if descriptor.peer != self._peer:
+            raise PoolMismatchError(f"a lease of {descriptor.peer} cannot be read from the pool of {self._peer}")
+        descriptor.require_fits(self._layout)
+        num_blocks = memory.blocks.shape[0]
+        if any(not 0 <= block_id < num_blocks for block_id in descriptor.block_ids):
+            raise InvalidArgumentError("kv.block_ids", f"must be below {num_blocks}")
+        if not 0 <= descriptor.lease_slot < memory.num_slots:
+            raise InvalidArgumentError("kv.lease_slot", f"must be below {memory.num_slots}")
+        if descriptor.generation == 0:  # the word of a slot without a lease
+            raise InvalidArgumentError("kv.generation", "must not be 0")
+        assert len(block_ids) == len(descriptor.block_ids), "as many blocks to fill as to read"
+
+
+def flat_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """A KV pool's tensor [num_blocks, ...] of any element type as uint8 [num_blocks, block_bytes], not copied."""
+    return tensor.view(tensor.shape[0], -1).view(torch.uint8)
+
+
+def _copy(source: torch.Tensor, destination: torch.Tensor, run: CopyRun) -> None:
+    destination[run.destination : run.destination + run.length].copy_(source[run.source : run.source + run.length])
+
+
+def _require_fence(memory: FencedMemory, descriptor: KVDescriptor) -> None:
+    if memory.fence(descriptor.lease_slot) != descriptor.generation:
+        raise StaleLeaseError(f"lease {descriptor.lease_id} ended before its blocks were read")
