@@ -28,7 +28,6 @@ class DecodeSequence:
     last_token_id: int
     sampling: SamplingParams
     stop: StopRule
-    arrived_s: float
     num_generated: int = 1
     num_steps: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -71,6 +70,11 @@ class DecodeScheduler:
         """Sequences in the batch."""
         return len(self._running)
 
+    @property
+    def has_step(self) -> bool:
+        """Whether something runs, or can be taken in."""
+        return bool(self._running) or self._can_take_in()
+
     def add(self, sequence: DecodeSequence) -> None:
         """Puts an attempt behind all others."""
         self._waiting[sequence.attempt_id] = sequence
@@ -78,12 +82,9 @@ class DecodeScheduler:
     def take_in(self) -> list[DecodeSequence]:
         """Gives blocks to waiting attempts, strictly in order; returns those whose KV cache is to be copied now."""
         taken = []
-        while self._waiting and len(self._copying) + len(self._running) < self._max_num_seqs:
+        while self._can_take_in():
             sequence = next(iter(self._waiting.values()))
-            num_blocks = -(-(sequence.num_prompt_tokens + sequence.stop.max_tokens) // self._pool.block_size)
-            if num_blocks > self._pool.num_free:
-                break
-            sequence.block_table = self._pool.allocate(sequence.attempt_id, num_blocks)
+            sequence.block_table = self._pool.allocate(sequence.attempt_id, self._num_blocks(sequence))
             del self._waiting[sequence.attempt_id]
             self._copying[sequence.attempt_id] = sequence
             taken.append(sequence)
@@ -153,3 +154,11 @@ class DecodeScheduler:
         if sequence is not None and sequence.block_table:
             self._pool.free(attempt_id, sequence.block_table)
         return sequence
+
+    def _can_take_in(self) -> bool:
+        if not self._waiting or len(self._copying) + len(self._running) >= self._max_num_seqs:
+            return False
+        return self._num_blocks(next(iter(self._waiting.values()))) <= self._pool.num_free
+
+    def _num_blocks(self, sequence: DecodeSequence) -> int:
+        return -(-(sequence.num_prompt_tokens + sequence.stop.max_tokens) // self._pool.block_size)

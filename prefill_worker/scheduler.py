@@ -75,6 +75,11 @@ class PrefillScheduler:
         """Attempts whose prompt is computed and whose blocks wait for `release`."""
         return len(self._held)
 
+    @property
+    def has_step(self) -> bool:
+        """Whether the next `plan` after `start_waiting` has something to run."""
+        return bool(self._running) or self._can_start()
+
     def add(self, prefill: Prefill) -> None:
         """Puts an attempt behind all others."""
         self._waiting[prefill.attempt_id] = prefill
@@ -82,12 +87,9 @@ class PrefillScheduler:
     def start_waiting(self, now_s: float) -> list[Prefill]:
         """Gives blocks to waiting attempts, strictly in order, and returns those that may run now."""
         started = []
-        while self._waiting and len(self._running) + len(self._held) < self._limits.max_num_seqs:
+        while self._can_start():
             prefill = next(iter(self._waiting.values()))
-            num_blocks = -(-len(prefill.token_ids) // self._pool.block_size)
-            if num_blocks > self._pool.num_free:
-                break
-            prefill.block_table = self._pool.allocate(prefill.attempt_id, num_blocks)
+            prefill.block_table = self._pool.allocate(prefill.attempt_id, self._num_blocks(prefill))
             prefill.started_s = now_s
             del self._waiting[prefill.attempt_id]
             self._running[prefill.attempt_id] = prefill
@@ -138,6 +140,14 @@ class PrefillScheduler:
                     self._pool.free(attempt_id, prefill.block_table)
                 return True
         return False
+
+    def _can_start(self) -> bool:
+        if not self._waiting or len(self._running) + len(self._held) >= self._limits.max_num_seqs:
+            return False
+        return self._num_blocks(next(iter(self._waiting.values()))) <= self._pool.num_free
+
+    def _num_blocks(self, prefill: Prefill) -> int:
+        return -(-len(prefill.token_ids) // self._pool.block_size)
 
 
 def _slice(prefill: Prefill, num_tokens: int) -> SequenceSlice:

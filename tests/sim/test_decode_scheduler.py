@@ -20,7 +20,6 @@ def sequence(attempt_id: str, *, prompt: int = 20, max_tokens: int = 5) -> Decod
         last_token_id=1,
         sampling=SamplingParams(),
         stop=StopRule(max_tokens=max_tokens, stop_token_ids=frozenset()),
-        arrived_s=0.0,
     )
 
 

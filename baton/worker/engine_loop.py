@@ -1,0 +1,162 @@
+"""The loop of a worker's engine process: commands in, one step, one batch of events out.
+
+What to compute and what the outcome means is an `EngineCore`'s business, a state machine without I/O. What the
+loop guarantees:
+
+- Commands are applied before each step, and again after it before its outputs are: an attempt that was
+  cancelled during its last step never looks like a success.
+- Every command and every step is answered by a batch, so that the server process can tell busy from stuck.
+- A step that fails takes down only the attempts that it computed.
+- Time passes for leases also when nobody sends anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from baton.core.errors import InternalError, ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.core.clock import Clock
+    from baton.engine.batch import BatchPlan
+    from baton.engine.channel import ChildChannel
+    from baton.engine.executor import Executor
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine holds after a step. `num_held` counts attempts whose blocks wait for a reader."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_held: int = 0
+    num_used_blocks: int = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine should be making progress."""
+        return self.num_waiting + self.num_running > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no attempt at all: every block must be free."""
+        return not self.has_work and self.num_held == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One step: its sequences, its tokens and how long the computation took."""
+
+    num_seqs: int
+    num_tokens: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventBatch:
+    """All that the engine tells after one turn. `num_commands` counts those it has applied in its life."""
+
+    events: tuple[Any, ...]
+    num_commands: int
+    stats: EngineStats
+    step: StepStats | None
+
+
+class EngineCore(Protocol):
+    """Decides what an engine computes and keeps its books. No call blocks; used from one thread."""
+
+    def handle(self, command: Any) -> None:
+        """Applies a command."""
+        ...
+
+    def plan(self) -> BatchPlan:
+        """Lets time pass, takes work in, and returns the next step; without slices when there is none."""
+        ...
+
+    def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> None:
+        """Takes a step for done. Attempts that ended since `plan` are passed over."""
+        ...
+
+    def fail(self, plan: BatchPlan, error: ServingError) -> None:
+        """Ends the attempts of a step that failed."""
+        ...
+
+    def take_events(self) -> tuple[Any, ...]:
+        """What happened since the last call."""
+        ...
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long the engine may sleep: 0 when there is a step to run, None until the next command."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it holds now."""
+        ...
+
+    def check_integrity(self) -> None:
+        """AssertionError unless its books add up to nothing held. Called when it is idle."""
+        ...
+
+
+class EngineLoop:
+    """Runs a core and an executor over the channel to the server process."""
+
+    def __init__(self, core: EngineCore, executor: Executor, clock: Clock) -> None:
+        self._core = core
+        self._executor = executor
+        self._clock = clock
+        self._num_commands = 0
+
+    def run(self, channel: ChildChannel[Any, EventBatch]) -> None:
+        """Runs until the server process says stop or is no more. Wakes for commands, `channel.wake` and time."""
+        while not channel.is_stopping:
+            batch = self.turn(channel.poll_commands(self._core.idle_s), lambda: channel.poll_commands(0))
+            if batch is not None:
+                channel.emit([batch])
+
+    def turn(self, commands: list[Any], receive: Callable[[], list[Any]]) -> EventBatch | None:
+        """One turn: commands, a step if there is one, what `receive` gives, outcome. None when nothing happened."""
+        num_commands_before = self._num_commands
+        self._apply(commands)
+        plan = self._core.plan()
+        step = self._step(plan, receive) if plan.slices else None
+        events = self._core.take_events()
+        if not events and step is None and self._num_commands == num_commands_before:
+            return None
+        stats = self._core.stats
+        if stats.is_idle:
+            self._core.check_integrity()
+        return EventBatch(events=events, num_commands=self._num_commands, stats=stats, step=step)
+
+    def _apply(self, commands: list[Any]) -> None:
+        for command in commands:
+            self._core.handle(command)
+            self._num_commands += 1
+
+    def _step(self, plan: BatchPlan, receive: Callable[[], list[Any]]) -> StepStats:
+        start_s = self._clock.monotonic_s()
+        error: ServingError | None = None
+        tokens: list[int | None] = []
+        try:
+            tokens = self._executor.execute(plan)
+        except ServingError as failure:
+            error = failure
+        except Exception:
+            # The pipe carries the generic text only: a traceback may quote a prompt.
+            _log.exception("a step failed")
+            error = InternalError("the computation of a step failed")
+        step_s = self._clock.monotonic_s() - start_s
+        self._apply(receive())
+        if error is None:
+            self._core.commit(plan, tokens)
+        else:
+            self._core.fail(plan, error)
+        return StepStats(num_seqs=len(plan.slices), num_tokens=plan.num_tokens, step_s=step_s)

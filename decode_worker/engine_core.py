@@ -1,0 +1,182 @@
+"""What the decode engine decides and remembers: attempts from acceptance to their last token.
+
+No I/O and no torch. An attempt ends exactly once, with `Finished` or `Failed`, and only when its blocks are free
+and nothing writes to them. A copy that runs cannot be called back: an attempt that is cancelled meanwhile ends
+when its copy does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from baton.core.errors import CancelledError, ServingError
+from baton.worker.engine_loop import EngineStats
+from decode_worker.messages import Accept, Cancel, Failed, Finished, ForgetPeer, HandedOver, OpenPeer, Token
+from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.core.clock import Clock
+    from baton.engine.batch import BatchPlan
+    from baton.engine.block_pool import BlockPool
+    from decode_worker.messages import DecodeCommand, DecodeEvent
+    from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
+    from kv_transfer.transport import ReadResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDone:
+    """A copy that ended, by itself or by an error: nothing writes to its blocks any more."""
+
+    attempt_id: str
+    result: ReadResult | ServingError
+
+
+class Copier(Protocol):
+    """Copies handed-over blocks while the caller goes on. No call blocks for longer than a piece of a copy."""
+
+    def open_peer(self, pool: PeerPool) -> None:
+        """Makes a source's pool readable. A failure shows in the copies from it."""
+        ...
+
+    def forget_peer(self, peer: PeerKey) -> None:
+        """Gives up all that is held of a source; copies from it end with an error."""
+        ...
+
+    def start(self, attempt_id: str, kv: KVDescriptor, block_ids: Sequence[int]) -> None:
+        """Begins to fill `block_ids`; `take_done` tells the end, whatever it is."""
+        ...
+
+    def take_done(self) -> list[CopyDone]:
+        """The copies that ended since the last call."""
+        ...
+
+
+class DecodeCore:
+    """The books of a decode engine (an `EngineCore`)."""
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int, copier: Copier, clock: Clock) -> None:
+        self._pool = pool
+        self._copier = copier
+        self._clock = clock
+        self._scheduler = DecodeScheduler(pool, max_num_seqs)
+        self._attempts: dict[str, _Attempt] = {}
+        self._events: list[DecodeEvent] = []
+
+    def handle(self, command: DecodeCommand) -> None:
+        """Applies a command. Cancel is harmless when what it names has ended."""
+        match command:
+            case Accept():
+                assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
+                self._attempts[command.attempt_id] = _Attempt(kv=command.kv, arrived_s=self._clock.monotonic_s())
+                self._scheduler.add(
+                    DecodeSequence(
+                        attempt_id=command.attempt_id,
+                        num_prompt_tokens=command.kv.num_tokens,
+                        last_token_id=command.first_token_id,
+                        sampling=command.sampling,
+                        stop=command.stop,
+                    )
+                )
+            case Cancel():
+                if self._scheduler.remove(command.attempt_id) is not None:
+                    self._end(Failed(attempt_id=command.attempt_id, error=_cancelled()))
+            case OpenPeer():
+                self._copier.open_peer(command.pool)
+            case ForgetPeer():
+                self._copier.forget_peer(command.peer)
+
+    def plan(self) -> BatchPlan:
+        """Lets copied sequences join, starts copies for those that have room now, and returns the next step."""
+        for done in self._copier.take_done():
+            self._end_copy(done)
+        for sequence in self._scheduler.take_in():
+            attempt = self._attempts[sequence.attempt_id]
+            attempt.copy_started_s = self._clock.monotonic_s()
+            num_blocks = len(attempt.kv.block_ids)
+            self._copier.start(sequence.attempt_id, attempt.kv, sequence.block_table[:num_blocks])
+        return self._scheduler.plan()
+
+    def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> None:
+        """Takes a step for done: a token for each sequence of it that is still here."""
+        for new in self._scheduler.commit(plan, tokens):
+            self._events.append(Token(attempt_id=new.attempt_id, position=new.position, token_id=new.token_id))
+            if new.finish_reason is not None:
+                sequence = self._scheduler.remove(new.attempt_id)
+                assert sequence is not None, f"{new.attempt_id} finished and is not here"
+                self._end(
+                    Finished(
+                        attempt_id=new.attempt_id,
+                        reason=new.finish_reason,
+                        num_steps=sequence.num_steps,
+                        generate_s=self._clock.monotonic_s() - self._attempts[new.attempt_id].joined_s,
+                    )
+                )
+
+    def fail(self, plan: BatchPlan, error: ServingError) -> None:
+        """Ends the sequences of a step that failed."""
+        for piece in plan.slices:
+            if self._scheduler.remove(piece.attempt_id) is not None:
+                self._end(Failed(attempt_id=piece.attempt_id, error=error))
+
+    def take_events(self) -> tuple[DecodeEvent, ...]:
+        """What happened since the last call."""
+        events, self._events = tuple(self._events), []
+        return events
+
+    @property
+    def idle_s(self) -> float | None:
+        """0 when a step can run or a copy can start; None: sleep until a command comes or a copy ends."""
+        return 0.0 if self._scheduler.has_step else None
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine holds now."""
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_used_blocks=self._pool.num_used,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless nothing is held and no block is lost."""
+        self._pool.check_integrity()
+        assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
+        assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+
+    def _end_copy(self, done: CopyDone) -> None:
+        joined = self._scheduler.end_copy(done.attempt_id, join=not isinstance(done.result, ServingError))
+        if isinstance(done.result, ServingError):
+            self._end(Failed(attempt_id=done.attempt_id, error=done.result))
+        elif not joined:
+            self._end(Failed(attempt_id=done.attempt_id, error=_cancelled()))
+        else:
+            attempt = self._attempts[done.attempt_id]
+            attempt.joined_s = self._clock.monotonic_s()
+            self._events.append(
+                HandedOver(
+                    attempt_id=done.attempt_id,
+                    transport=done.result.transport,
+                    num_bytes=done.result.num_bytes,
+                    wait_s=attempt.copy_started_s - attempt.arrived_s,
+                    copy_s=done.result.copy_s,
+                )
+            )
+
+    def _end(self, event: Finished | Failed) -> None:
+        del self._attempts[event.attempt_id]
+        self._events.append(event)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    kv: KVDescriptor
+    arrived_s: float
+    copy_started_s: float = 0.0
+    joined_s: float = 0.0
+
+
+def _cancelled() -> CancelledError:
+    return CancelledError("the generation was cancelled")

@@ -1,0 +1,93 @@
+"""What the server process and the engine process of a decode worker tell each other: plain data, pickled.
+
+Commands go to the engine, which looks at them before each step, and again after it before it believes the
+step's outputs. Events come back in one batch a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from baton.core.errors import ServingError
+    from baton.core.generation import FinishReason, SamplingParams, StopRule
+    from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenPeer:
+    """A handshake made a source's pool known. Comes before the first Accept that reads from it."""
+
+    pool: PeerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetPeer:
+    """The source is dead or was replaced: nothing may be held of it any more. Harmless when it is not known."""
+
+    peer: PeerKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """A sequence to be taken over; it fits the model and the pool, and its peer has been opened."""
+
+    attempt_id: str
+    kv: KVDescriptor
+    first_token_id: int
+    sampling: SamplingParams
+    stop: StopRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The attempt is not wanted any more. Harmless when it has ended; always answered by its last event."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """The KV cache is in this worker's pool; the source's may go. The sequence joins the next step."""
+
+    is_last: ClassVar[bool] = False
+    attempt_id: str
+    transport: str
+    num_bytes: int
+    wait_s: float
+    copy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """The next token of a sequence, at `position`, the prompt included."""
+
+    is_last: ClassVar[bool] = False
+    attempt_id: str
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Last event of a sequence that ran to its end: its blocks are free."""
+
+    is_last: ClassVar[bool] = True
+    attempt_id: str
+    reason: FinishReason
+    num_steps: int
+    generate_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Last event of any other sequence: its blocks are free, and nothing writes to them."""
+
+    is_last: ClassVar[bool] = True
+    attempt_id: str
+    error: ServingError
+
+
+DecodeCommand = OpenPeer | ForgetPeer | Accept | Cancel
+DecodeEvent = HandedOver | Token | Finished | Failed

@@ -1,0 +1,169 @@
+"""What the prefill engine decides and remembers: attempts from submission to the end of their lease.
+
+No I/O and no torch. An attempt ends exactly once, with `Released` or `Failed`, and always by way of `_end`, which
+frees its blocks first; what still names it later finds nothing and does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from baton.core.errors import CancelledError
+from baton.worker.engine_loop import EngineStats
+from kv_transfer.errors import LeaseNotFoundError
+from kv_transfer.lease import LeaseOutcome
+from prefill_worker.messages import (
+    Cancel,
+    Failed,
+    HeldCache,
+    PromptDone,
+    Released,
+    ReleaseLease,
+    RenewLease,
+    Started,
+    Submit,
+)
+from prefill_worker.scheduler import Prefill, PrefillScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.core.clock import Clock
+    from baton.core.errors import ServingError
+    from baton.engine.batch import BatchPlan
+    from baton.engine.block_pool import BlockPool
+    from kv_transfer.lease import EndedLease, LeaseTable
+    from prefill_worker.messages import PrefillCommand, PrefillEvent
+    from prefill_worker.scheduler import PrefillLimits
+
+# How often a sleeping engine looks for leases that ran out. Leases live for seconds.
+_LEASE_TICK_S = 0.05
+
+
+class PrefillCore:
+    """The books of a prefill engine (an `EngineCore`).
+
+    `leases` has a slot for each of `limits.max_num_seqs`. A block belongs to the scheduler from the attempt's first
+    chunk until its lease has ended.
+    """
+
+    def __init__(self, pool: BlockPool, limits: PrefillLimits, leases: LeaseTable, clock: Clock) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._clock = clock
+        self._scheduler = PrefillScheduler(pool, limits)
+        self._attempts: dict[str, Submit] = {}
+        self._events: list[PrefillEvent] = []
+
+    def handle(self, command: PrefillCommand) -> None:
+        """Applies a command. All but Submit are harmless when what they name has ended."""
+        match command:
+            case Submit():
+                assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
+                self._attempts[command.attempt_id] = command
+                self._scheduler.add(
+                    Prefill(
+                        attempt_id=command.attempt_id,
+                        token_ids=command.token_ids,
+                        sampling=command.sampling,
+                        arrived_s=self._clock.monotonic_s(),
+                    )
+                )
+            case Cancel():
+                self._cancel(command.attempt_id)
+            case RenewLease():
+                with contextlib.suppress(LeaseNotFoundError):  # the reader learns it from the fence
+                    self._leases.renew(command.lease_id)
+            case ReleaseLease():
+                self._end_lease(self._leases.release(command.lease_id, command.outcome))
+
+    def plan(self) -> BatchPlan:
+        """Ends overdue leases, gives blocks to waiting attempts, and returns the next step."""
+        for ended in self._leases.expire():
+            self._end_lease(ended)
+        now_s = self._clock.monotonic_s()
+        for prefill in self._scheduler.start_waiting(now_s):
+            self._events.append(Started(attempt_id=prefill.attempt_id, queue_s=now_s - prefill.arrived_s))
+        return self._scheduler.plan()
+
+    def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> None:
+        """Takes a step for done: a prompt that ended with it goes under its lease, or ends with its first token."""
+        for index, prefill in self._scheduler.commit(plan):
+            token_id = tokens[index]
+            assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"
+            submit = self._attempts[prefill.attempt_id]
+            reason = submit.stop.finish_reason(token_id, 1)
+            self._events.append(
+                PromptDone(
+                    attempt_id=prefill.attempt_id,
+                    token_id=token_id,
+                    finish_reason=reason,
+                    compute_s=self._clock.monotonic_s() - prefill.started_s,
+                    num_chunks=prefill.num_chunks,
+                    cache=None if reason is not None else self._hold(submit.lease_id, prefill),
+                )
+            )
+            if reason is not None:
+                self._end(Released(attempt_id=prefill.attempt_id, outcome=None))
+
+    def fail(self, plan: BatchPlan, error: ServingError) -> None:
+        """Ends the attempts of a step that failed."""
+        for piece in plan.slices:
+            if piece.attempt_id in self._attempts:
+                self._end(Failed(attempt_id=piece.attempt_id, error=error))
+
+    def take_events(self) -> tuple[PrefillEvent, ...]:
+        """What happened since the last call."""
+        events, self._events = tuple(self._events), []
+        return events
+
+    @property
+    def idle_s(self) -> float | None:
+        """0 when a step can run; a tick while leases may run out; None: sleep until the next command."""
+        if self._scheduler.has_step:
+            return 0.0
+        return _LEASE_TICK_S if self._leases.num_active else None
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine holds now."""
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_held=self._scheduler.num_held,
+            num_used_blocks=self._pool.num_used,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless nothing is held and no block or lease slot is lost."""
+        self._pool.check_integrity()
+        self._leases.check_integrity()
+        assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
+        assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+
+    def _hold(self, lease_id: str, prefill: Prefill) -> HeldCache:
+        lease = self._leases.grant(lease_id, prefill.attempt_id, prefill.block_table)
+        return HeldCache(
+            lease_id=lease_id, slot=lease.slot, generation=lease.generation, block_ids=tuple(prefill.block_table)
+        )
+
+    def _cancel(self, attempt_id: str) -> None:
+        submit = self._attempts.get(attempt_id)
+        if submit is None:
+            return
+        ended = self._leases.release(submit.lease_id, LeaseOutcome.ABANDONED)
+        if ended is not None:
+            self._end_lease(ended)
+        else:
+            self._end(Failed(attempt_id=attempt_id, error=CancelledError("the prefill was cancelled")))
+
+    def _end_lease(self, ended: EndedLease | None) -> None:
+        if ended is not None:
+            self._end(Released(attempt_id=ended.lease.attempt_id, outcome=ended.outcome))
+
+    def _end(self, event: Released | Failed) -> None:
+        del self._attempts[event.attempt_id]
+        was_here = self._scheduler.release(event.attempt_id)
+        assert was_here, f"{event.attempt_id} has ended before"
+        self._events.append(event)

@@ -1,0 +1,102 @@
+"""What the server process and the engine process of a prefill worker tell each other: plain data, pickled.
+
+Commands go to the engine, which looks at them before each step, and again after it before it believes the
+step's outputs. Events come back in one batch a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from baton.core.errors import ServingError
+    from baton.core.generation import FinishReason, SamplingParams, StopRule
+    from kv_transfer.lease import LeaseOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A prompt to be computed; it fits the model and the pool. `lease_id` names the lease it may end in."""
+
+    attempt_id: str
+    lease_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    stop: StopRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The attempt is not wanted any more. Harmless when it has ended; always answered by its last event."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewLease:
+    """The lease's reader is alive. Harmless when the lease has ended."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLease:
+    """The lease's reader has the blocks or gives up. Harmless when the lease has ended."""
+
+    lease_id: str
+    outcome: LeaseOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The attempt has its blocks and its first chunk is next. `queue_s`: how long it waited for that."""
+
+    is_last: ClassVar[bool] = False
+    attempt_id: str
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCache:
+    """The KV cache of a computed prompt, for one reader, while its lease lasts."""
+
+    lease_id: str
+    slot: int
+    generation: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDone:
+    """The prompt is computed and the first token chosen. `cache` is None when that token is the last."""
+
+    is_last: ClassVar[bool] = False
+    attempt_id: str
+    token_id: int
+    finish_reason: FinishReason | None
+    compute_s: float
+    num_chunks: int
+    cache: HeldCache | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """Last event of an attempt that was computed: its blocks are free. `outcome` is None where no lease was."""
+
+    is_last: ClassVar[bool] = True
+    attempt_id: str
+    outcome: LeaseOutcome | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Last event of an attempt that was not computed: its blocks are free."""
+
+    is_last: ClassVar[bool] = True
+    attempt_id: str
+    error: ServingError
+
+
+PrefillCommand = Submit | Cancel | RenewLease | ReleaseLease
+PrefillEvent = Started | PromptDone | Released | Failed
