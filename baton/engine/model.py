@@ -1,0 +1,127 @@
+"""The decoder: one forward over a flat batch of tokens of any number of sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import embedding, rms_norm, silu
+
+from baton.engine.attention import AttentionPlan, attention_dtype
+
+if TYPE_CHECKING:
+    from baton.engine.batch import BatchPlan
+    from baton.engine.kv_pool import KVPool
+    from baton.engine.model_config import DecoderConfig
+    from baton.engine.weights import DecoderWeights, LayerWeights
+
+
+class DecoderModel:
+    """A model of the Llama family whose keys and values live in a paged pool.
+
+    Every linear layer runs once over all tokens of a step, prefill and decode together. Holds no state of any
+    sequence.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
+        self.config = config
+        self._weights = weights
+        self._device = weights.embeddings.device
+        self._dtype = weights.embeddings.dtype
+        self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
+
+    def forward(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
+        """Computes the step, writes its keys and values into the pool, and returns logits.
+
+        Returns float32 [slices that sample, vocab_size], in the order of the plan. Blocks until done on a CPU;
+        on a GPU the result is enqueued. The plan must fit (`BatchPlan.assert_fits`); the pool must have this
+        model's layout, dtype and device.
+        """
+        with torch.inference_mode():
+            positions, pool_rows = _flat_positions(plan, pool)
+            token_ids = torch.tensor([token for piece in plan.slices for token in piece.token_ids], device=self._device)
+            rotary = self._rotary(positions)
+            dtype = attention_dtype(self._dtype, self._device)
+            attention = {
+                window: AttentionPlan.build(plan, pool, window=window, dtype=dtype)
+                for window in set(self.config.sliding_windows)
+            }
+            hidden = embedding(token_ids, self._weights.embeddings)
+            for index, (layer, window) in enumerate(
+                zip(self._weights.layers, self.config.sliding_windows, strict=True)
+            ):
+                normed = self._norm(hidden, layer.input_norm)
+                queries, keys_values = self._project(layer, normed, rotary)
+                _write(pool, pool_rows, index, keys_values)
+                mixed = attention[window].run(queries, keys_values, pool, index)
+                hidden = hidden + layer.output(mixed)
+                hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+            return self._logits(hidden, plan)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines with the first half negated, as [tokens, 1, 2, head_dim / 2]."""
+        angles = positions[:, None].to(torch.float32) * self._inv_freq
+        cos = (angles.cos() * self.config.rope_scale).to(self._dtype)
+        sin = (angles.sin() * self.config.rope_scale).to(self._dtype)
+        return torch.stack((cos, cos), 1)[:, None], torch.stack((-sin, sin), 1)[:, None]
+
+    def _project(
+        self, layer: LayerWeights, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries [tokens, KV heads, queries each, head_dim]; keys, values [tokens, 2, KV heads, head_dim]."""
+        config = self.config
+        num_tokens, num_rotated = x.shape[0], config.num_heads + config.num_kv_heads
+        heads = layer.qkv(x).view(num_tokens, num_rotated + config.num_kv_heads, config.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            heads[:, : config.num_heads] = self._norm(heads[:, : config.num_heads], layer.query_norm)
+            heads[:, config.num_heads : num_rotated] = self._norm(
+                heads[:, config.num_heads : num_rotated], layer.key_norm
+            )
+        halves = heads[:, :num_rotated].view(num_tokens, num_rotated, 2, config.head_dim // 2)
+        cos, signed_sin = rotary
+        torch.addcmul(halves * cos, halves.flip(2), signed_sin, out=halves)
+        queries = heads[:, : config.num_heads].view(num_tokens, config.num_kv_heads, -1, config.head_dim)
+        keys_values = heads[:, config.num_heads :].view(num_tokens, 2, config.num_kv_heads, config.head_dim)
+        return queries, keys_values
+
+    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(x).chunk(2, dim=-1)
+        return layer.down(silu(gate) * up)
+
+    def _logits(self, hidden: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        rows: list[int] = []
+        end = 0
+        for piece in plan.slices:
+            end += len(piece.token_ids)
+            if piece.sampling is not None:
+                rows.append(end - 1)
+        if not rows:
+            return torch.empty(0, self.config.vocab_size, device=self._device)
+        last = hidden if len(rows) == end else hidden[torch.tensor(rows, device=self._device)]
+        return self._weights.head(self._norm(last, self._weights.final_norm)).to(torch.float32)
+
+
+def _flat_positions(plan: BatchPlan, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's position [tokens], and where its key and value go in layer 0 of the pool's rows [tokens * 2]."""
+    layout, device = pool.layout, pool.device
+    positions: list[torch.Tensor] = []
+    blocks: list[torch.Tensor] = []
+    for piece in plan.slices:
+        own = torch.arange(piece.start_position, piece.end_position)
+        first = piece.start_position // layout.block_size
+        table = torch.tensor(list(piece.block_table[first : (piece.end_position - 1) // layout.block_size + 1]))
+        positions.append(own)
+        blocks.append(table[own // layout.block_size - first])
+    flat = torch.cat(positions)
+    key_rows = torch.cat(blocks) * (layout.num_layers * 2 * layout.block_size) + flat % layout.block_size
+    rows = torch.stack((key_rows, key_rows + layout.block_size), 1).view(-1)
+    return flat.to(device), rows.to(device)
+
+
+def _write(pool: KVPool, rows: torch.Tensor, layer: int, keys_values: torch.Tensor) -> None:
+    """Puts [tokens, 2, KV heads, head_dim] into the pool: `rows` are those of layer 0."""
+    view = pool.positions_view()
+    view.index_copy_(0, rows + layer * 2 * pool.layout.block_size, keys_values.reshape(-1, view.shape[1]))

@@ -1,0 +1,167 @@
+"""What the decoder needs to know of a model folder, with everything it cannot do refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from baton.core.errors import StartupError
+from baton.core.model import KVLayout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+# The others change frequencies with a sequence's length, after keys were rotated and cached.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Shapes and variants of one decoder-only model of the Llama family.
+
+    `sliding_windows` has an entry a layer: how many positions, its own included, a token sees; None for all.
+    `inv_freq` are the head_dim / 2 rotary frequencies with scaling applied, `rope_scale` the factor on cosine
+    and sine.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    inv_freq: tuple[float, ...]
+    rope_scale: float
+
+    @classmethod
+    def from_folder(cls, path: Path) -> DecoderConfig:
+        """Reads `path`/config.json. Blocks. Raises StartupError naming the feature or fault that stops it."""
+        raw = _read_json(path)
+        family = raw.get("model_type")
+        if family not in FAMILIES:
+            raise StartupError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        _refuse_unsupported(path, raw)
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises errors of many unrelated classes for a bad config
+            reason = " ".join(str(error).split())
+            raise StartupError(f"{path}/config.json: {reason}") from error
+        return cls._from_transformers(path, family, config)
+
+    @classmethod
+    def _from_transformers(cls, path: Path, family: str, config: Any) -> DecoderConfig:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise StartupError(
+                f"{path}: {config.num_attention_heads} query heads cannot share {config.num_key_value_heads} KV heads"
+            )
+        attention_bias = bool(getattr(config, "attention_bias", False)) and family in ("llama", "qwen3")
+        inv_freq, rope_scale = _rope_frequencies(path, config, head_dim)
+        return cls(
+            family=family,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            max_positions=config.max_position_embeddings,
+            tied_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=family == "llama" and bool(config.mlp_bias),
+            qk_norm=family == "qwen3",
+            sliding_windows=_sliding_windows(path, family, config),
+            inv_freq=inv_freq,
+            rope_scale=rope_scale,
+        )
+
+    def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
+        """The layout of a KV pool for this model: known before any weight or pool is loaded."""
+        return KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        raw = json.loads(file.read_bytes())
+    except OSError as error:
+        raise StartupError(f"model.path: cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise StartupError(f"{file}: not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise StartupError(f"{file}: not a JSON object")
+    return raw
+
+
+def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
+    """Raises for what transformers would accept and this decoder would silently compute wrongly."""
+    architectures = raw.get("architectures") or []
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise StartupError(f"{path}: architecture {architectures[0]} does not generate text")
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise StartupError(f"{path}: quantized weights ({method}) are not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
+    if raw.get("model_type") == "mistral" and raw.get("layer_types") is not None:
+        raise StartupError(f"{path}: layer_types of mistral models are not supported")
+
+
+def _sliding_windows(path: Path, family: str, config: Any) -> tuple[int | None, ...]:
+    num_layers: int = config.num_hidden_layers
+    window: int | None = getattr(config, "sliding_window", None)
+    if family == "llama":
+        return (None,) * num_layers
+    if family == "mistral":
+        return (window,) * num_layers
+    windows: list[int | None] = []
+    for layer_type in config.layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise StartupError(f"{path}: layer type {layer_type!r} is not supported")
+        windows.append(window if layer_type == "sliding_attention" else None)
+    return tuple(windows)
+
+
+def _rope_frequencies(path: Path, config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
+    rope = config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise StartupError(f"{path}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise StartupError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported; only 1 is")
+    if rope_type == "default":
+        return _default_frequencies(rope["rope_theta"], head_dim), 1.0
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
+    return tuple(inv_freq.tolist()), float(scale)
+
+
+def _default_frequencies(theta: float, head_dim: int) -> tuple[float, ...]:
+    """theta ** (-2i / head_dim) (Su et al., RoFormer); transformers keeps this one outside its table."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return tuple((1.0 / (theta**exponents)).tolist())

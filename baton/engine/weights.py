@@ -1,0 +1,180 @@
+"""Weights of a decoder, read from safetensors files into the shapes that the model computes with."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.core.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from baton.engine.model_config import DecoderConfig
+
+# Buffers that old exports carry along; nothing is computed from them.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """An affine map: `weight` is [out, in], `bias` [out] or None. The one place to put another kernel or format."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, in] to [tokens, out]."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer. `qkv` gives queries, keys and values side by side, `gate_up` the MLP's two inner halves."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """A whole model: `embeddings` is [vocab_size, hidden_size]."""
+
+    embeddings: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: Linear
+
+    @classmethod
+    def from_folder(cls, path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str) -> DecoderWeights:
+        """Loads `path`/*.safetensors. Blocks. Files are mapped, so at most one layer is held twice.
+
+        Raises StartupError that names tensors that are missing, not expected or of another shape, an unreadable
+        file, or the memory that was not there.
+        """
+        try:
+            with ExitStack() as files, torch.inference_mode():
+                source = _Tensors(path, files, dtype=dtype, device=device)
+                weights = cls._assemble(source, config)
+                source.require_all_used(config)
+                return weights
+        except (OSError, SafetensorError) as error:
+            raise StartupError(f"{path}: cannot read the weights: {error}") from error
+        except (MemoryError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise StartupError(f"{path}: cannot load the weights on {device}: {reason}") from error
+
+    @classmethod
+    def _assemble(cls, source: _Tensors, config: DecoderConfig) -> DecoderWeights:
+        embeddings = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = tuple(_layer(source, config, index) for index in range(config.num_layers))
+        final_norm = source.take("model.norm.weight", config.hidden_size)
+        if config.tied_embeddings:
+            head = Linear(embeddings)
+        else:
+            head = Linear(source.take("lm_head.weight", config.vocab_size, config.hidden_size))
+        return cls(embeddings=embeddings, layers=layers, final_norm=final_norm, head=head)
+
+
+def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = prefix + "self_attn."
+    query_norm = source.take(attention + "q_norm.weight", config.head_dim) if config.qk_norm else None
+    key_norm = source.take(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None
+    qkv_parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    return LayerWeights(
+        input_norm=source.take(prefix + "input_layernorm.weight", hidden),
+        qkv=source.fused(attention, qkv_parts, hidden, bias=config.qkv_bias),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        output=source.fused(attention, {"o_proj": hidden}, q_size, bias=config.output_bias),
+        mlp_norm=source.take(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=source.fused(prefix + "mlp.", {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias),
+        down=source.fused(prefix + "mlp.", {"down_proj": hidden}, inner, bias=config.mlp_bias),
+    )
+
+
+class _Tensors:
+    """The tensors of all of a folder's files by name, each taken once."""
+
+    def __init__(self, path: Path, files: ExitStack, *, dtype: torch.dtype, device: str) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+        self._handles: dict[str, Any] = {}
+        for file in _weight_files(path):
+            handle = files.enter_context(safe_open(file, framework="pt"))
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
+        self._unused = set(self._handles)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor called `name` in the dtype and on the device of the model."""
+        return self._mapped(name, shape).to(device=self._device, dtype=self._dtype, copy=True)
+
+    def fused(self, prefix: str, parts: dict[str, int], in_features: int, *, bias: bool) -> Linear:
+        """The projections `prefix` + part, each of so many outputs, as one map with their outputs side by side."""
+        weight = torch.empty(sum(parts.values()), in_features, dtype=self._dtype, device=self._device)
+        offsets = torch.empty(weight.shape[0], dtype=self._dtype, device=self._device) if bias else None
+        row = 0
+        for part, size in parts.items():
+            weight[row : row + size] = self._mapped(f"{prefix}{part}.weight", (size, in_features))
+            if offsets is not None:
+                offsets[row : row + size] = self._mapped(f"{prefix}{part}.bias", (size,))
+            row += size
+        return Linear(weight, offsets)
+
+    def require_all_used(self, config: DecoderConfig) -> None:
+        """Raises StartupError when the files hold tensors that this model would not use: it is not this model."""
+        if config.tied_embeddings:
+            self._unused.discard("lm_head.weight")
+        unexpected = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIXES))
+        if unexpected:
+            raise StartupError(f"{self._path}: unexpected tensors for {config.family}: {_shortened(unexpected)}")
+
+    def _mapped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise StartupError(f"{self._path}: tensor {name} is missing")
+        tensor: torch.Tensor = handle.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise StartupError(f"{self._path}: tensor {name} is {tuple(tensor.shape)}, config.json implies {shape}")
+        if not tensor.is_floating_point():
+            raise StartupError(f"{self._path}: tensor {name} is {tensor.dtype}: quantized weights are not supported")
+        self._unused.discard(name)
+        return tensor
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that make up the model: those of the index where there is one."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise StartupError(f"{index}: not a safetensors index") from error
+        missing = [name for name in names if not (path / name).exists()]
+        if missing:
+            raise StartupError(f"{path}: files named by the index are missing: {_shortened(missing)}")
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise StartupError(f"{path}: no *.safetensors file")
+    return files
+
+
+def _shortened(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
