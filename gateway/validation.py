@@ -1,0 +1,244 @@
+"""From the wire's GenerateRequest to plain data, or to an error that names the field and its limit.
+
+Malformed whatever the model: InvalidArgumentError. Beyond what this model can do: OutOfRangeError.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from baton.core.errors import InvalidArgumentError, OutOfRangeError
+from baton.core.generation import SamplingParams, StopRule
+from gateway.tokenization import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.v1 import common_pb2, gateway_pb2
+    from gateway.served_model import ServedModel
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_TEMPERATURE = 100.0
+ROLES = ("system", "user", "assistant")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Raw text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, used as they are."""
+
+    ids: tuple[int, ...]
+
+
+Prompt: TypeAlias = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A request that is well formed. Only what depends on the prompt's length is still open: `StopRule`."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop_strings: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+
+    def stop_rule(self, prompt_tokens: int, model: ServedModel) -> StopRule:
+        """The rule for a prompt of that many tokens. OutOfRangeError when prompt or output exceed the context."""
+        require_fitting_prompt(prompt_tokens, self.prompt, model)
+        left = model.max_context_tokens - prompt_tokens
+        if self.max_tokens is not None and self.max_tokens > left:
+            raise OutOfRangeError(
+                "stop.max_tokens",
+                f"{self.max_tokens} is over the {left} that a prompt of {prompt_tokens} tokens leaves"
+                f" of {model.max_context_tokens}",
+                limit=left,
+            )
+        max_tokens = self.max_tokens if self.max_tokens is not None else min(model.default_max_tokens, left)
+        return StopRule(max_tokens=max_tokens, stop_token_ids=self.stop_token_ids)
+
+
+def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, *, new_seed: int) -> GenerationRequest:
+    """Checks all that can be checked before tokenization. `new_seed` is used when the client gives none."""
+    model.require_name(request.model)
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidArgumentError("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
+    return GenerationRequest(
+        request_id=request.request_id,
+        prompt=_prompt(request, model),
+        sampling=_sampling(request.sampling, new_seed),
+        max_tokens=_max_tokens(request.stop),
+        stop_strings=_stop_strings(request.stop),
+        stop_token_ids=_stop_token_ids(request.stop, model),
+    )
+
+
+def validate_tokenize(request: gateway_pb2.TokenizeRequest, model: ServedModel) -> TextPrompt | ChatPrompt:
+    """Checks a text or conversation that is only to be tokenized."""
+    model.require_name(request.model)
+    given = _exactly_one({"text": request.HasField("text"), "messages": bool(request.messages)})
+    return _text_prompt(request.text, model) if given == "text" else _chat_prompt(request.messages, model)
+
+
+def validate_detokenize(request: gateway_pb2.DetokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    """Checks ids that are to become text. There may be none."""
+    model.require_name(request.model)
+    if len(request.token_ids) > model.max_context_tokens:
+        raise OutOfRangeError(
+            "token_ids",
+            f"has {len(request.token_ids)} ids, the limit is {model.max_context_tokens}",
+            limit=model.max_context_tokens,
+        )
+    return _known_ids("token_ids", request.token_ids, model)
+
+
+def require_fitting_prompt(prompt_tokens: int, prompt: Prompt, model: ServedModel) -> None:
+    """Raises when a prompt has no tokens, or so many that not one more fits into the context."""
+    field = {TextPrompt: "text", ChatPrompt: "messages", TokenPrompt: "token_ids.ids"}[type(prompt)]
+    limit = model.max_context_tokens - 1
+    if prompt_tokens == 0:
+        raise InvalidArgumentError(field, "the prompt is empty")
+    if prompt_tokens > limit:
+        raise OutOfRangeError(
+            field,
+            f"the prompt has {prompt_tokens} tokens; the context of {model.max_context_tokens} takes {limit}"
+            " and one of output",
+            limit=limit,
+        )
+
+
+def _prompt(request: gateway_pb2.GenerateRequest, model: ServedModel) -> Prompt:
+    given = _exactly_one(
+        {
+            "text": request.HasField("text"),
+            "messages": bool(request.messages),
+            "token_ids": request.HasField("token_ids"),
+        }
+    )
+    if given == "text":
+        return _text_prompt(request.text, model)
+    if given == "messages":
+        return _chat_prompt(request.messages, model)
+    # The length first: it bounds the work of the check of each id.
+    prompt = TokenPrompt(tuple(request.token_ids.ids))
+    require_fitting_prompt(len(prompt.ids), prompt, model)
+    _known_ids("token_ids.ids", prompt.ids, model)
+    return prompt
+
+
+def _exactly_one(is_given: dict[str, bool]) -> str:
+    given = [field for field, is_set in is_given.items() if is_set]
+    names = ", ".join(is_given)
+    if not given:
+        raise InvalidArgumentError("text", f"exactly one of {names} must be set, none is", reason="NO_INPUT")
+    if len(given) > 1:
+        description = f"exactly one of {names} must be set; {' and '.join(given)} are"
+        raise InvalidArgumentError(given[1], description, reason="AMBIGUOUS_INPUT")
+    return given[0]
+
+
+def _text_prompt(text: str, model: ServedModel) -> TextPrompt:
+    if not text:
+        raise InvalidArgumentError("text", "the prompt is empty")
+    _require_fitting_chars("text", len(text), model)
+    return TextPrompt(text)
+
+
+def _chat_prompt(messages: Sequence[gateway_pb2.ChatMessage], model: ServedModel) -> ChatPrompt:
+    if not model.has_chat_template:
+        description = f"model {model.name!r} has no chat template; send text or token_ids"
+        raise InvalidArgumentError("messages", description, reason="NO_CHAT_TEMPLATE")
+    _require_fitting_chars("messages", sum(len(message.content) for message in messages), model)
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            description = f"must be one of {', '.join(ROLES)}" + ("" if message.role else "; it is empty")
+            raise InvalidArgumentError(f"messages[{index}].role", description)
+    return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
+
+
+def _require_fitting_chars(field: str, num_chars: int, model: ServedModel) -> None:
+    """Refuses a text that is too long even if every token were the longest one, before any time goes into it."""
+    limit = model.max_context_tokens * model.longest_token_chars
+    if num_chars > limit:
+        raise OutOfRangeError(field, f"has {num_chars} characters, the limit is {limit}", limit=limit)
+
+
+def _known_ids(field: str, ids: Sequence[int], model: ServedModel) -> tuple[int, ...]:
+    limit = model.vocab_size - 1
+    if max(ids, default=0) > limit:
+        index = next(index for index, token_id in enumerate(ids) if token_id > limit)
+        raise OutOfRangeError(f"{field}[{index}]", f"{ids[index]} is over the vocabulary's {limit}", limit=limit)
+    return tuple(ids)
+
+
+def _sampling(params: common_pb2.SamplingParams, new_seed: int) -> SamplingParams:
+    defaults = SamplingParams()
+    temperature = params.temperature if params.HasField("temperature") else defaults.temperature
+    top_p = params.top_p if params.HasField("top_p") else defaults.top_p
+    min_p = params.min_p if params.HasField("min_p") else defaults.min_p
+    # Written so that NaN, which compares false with everything, is refused.
+    if not 0.0 <= temperature <= MAX_TEMPERATURE:
+        raise InvalidArgumentError("sampling.temperature", _range(temperature, f"[0, {MAX_TEMPERATURE:g}]"))
+    if not 0.0 < top_p <= 1.0:
+        raise InvalidArgumentError("sampling.top_p", _range(top_p, "(0, 1]"))
+    if not 0.0 <= min_p <= 1.0:
+        raise InvalidArgumentError("sampling.min_p", _range(min_p, "[0, 1]"))
+    return SamplingParams(
+        temperature=temperature,
+        top_k=params.top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=params.seed if params.HasField("seed") else new_seed,
+    )
+
+
+def _range(value: float, allowed: str) -> str:
+    shown = f"{value:.6g}" if math.isfinite(value) else str(value)
+    return f"must be in {allowed}; it is {shown}"
+
+
+def _max_tokens(stop: common_pb2.StopConditions) -> int | None:
+    if not stop.HasField("max_tokens"):
+        return None
+    if stop.max_tokens < 1:
+        raise InvalidArgumentError("stop.max_tokens", "must be at least 1; it is 0")
+    return stop.max_tokens
+
+
+def _stop_strings(stop: common_pb2.StopConditions) -> tuple[str, ...]:
+    if len(stop.strings) > MAX_STOP_STRINGS:
+        raise InvalidArgumentError("stop.strings", f"at most {MAX_STOP_STRINGS}; there are {len(stop.strings)}")
+    for index, string in enumerate(stop.strings):
+        if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
+            description = f"must have 1 to {MAX_STOP_STRING_CHARS} characters; it has {len(string)}"
+            raise InvalidArgumentError(f"stop.strings[{index}]", description)
+    return tuple(stop.strings)
+
+
+def _stop_token_ids(stop: common_pb2.StopConditions, model: ServedModel) -> frozenset[int]:
+    if len(stop.token_ids) > MAX_STOP_TOKEN_IDS:
+        description = f"at most {MAX_STOP_TOKEN_IDS}; there are {len(stop.token_ids)}"
+        raise InvalidArgumentError("stop.token_ids", description)
+    ids = _known_ids("stop.token_ids", stop.token_ids, model)
+    return frozenset(ids) | (frozenset() if stop.ignore_eos else model.eos_token_ids)
