@@ -52,9 +52,9 @@ def test_whatever_arrives_runs_to_its_end_in_order_of_arrival(requests, max_num_
             cancelled.add(victim)
             if not any(attempt_id == victim for _, attempt_id in copying):
                 del alive[victim]
-        for taken in scheduler.take_in():
-            taken_order.append(taken.attempt_id)
-            copying.append((step + copy_steps, taken.attempt_id))
+        taken_now = [taken.attempt_id for taken in scheduler.take_in()]
+        taken_order += taken_now
+        copying += [(step + copy_steps, attempt_id) for attempt_id in taken_now]
         for due, attempt_id in list(copying):
             if due <= step:
                 copying.remove((due, attempt_id))

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.core.clock import ManualClock
+from baton.core.errors import CancelledError, InternalError, ServingError
+from baton.core.generation import FinishReason, SamplingParams, StopRule
+from baton.core.model import KVLayout
+from baton.engine.block_pool import BlockPool
+from baton.engine.executor import ScriptedExecutor, scripted_token
+from baton.worker.engine_loop import EngineLoop
+from decode_worker.engine_core import CopyDone, DecodeCore
+from decode_worker.messages import Accept, Cancel, Failed, Finished, ForgetPeer, HandedOver, OpenPeer, Token
+from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
+from kv_transfer.errors import StaleLeaseError
+from kv_transfer.transport import ReadResult
+
+GREEDY = SamplingParams(temperature=0.0)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
+NUM_BLOCKS = 16
+
+
+class HandCopier:
+    """A copier whose copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, list[int]] = {}
+        self.peers: list[object] = []
+        self._done: list[CopyDone] = []
+
+    def open_peer(self, pool):
+        self.peers.append(pool)
+
+    def forget_peer(self, peer):
+        self.peers = [pool for pool in self.peers if pool.peer != peer]
+
+    def start(self, attempt_id, kv, block_ids):
+        assert len(kv.block_ids) == len(block_ids)
+        self.started[attempt_id] = list(block_ids)
+
+    def finish(self, attempt_id: str, error: ServingError | None = None):
+        del self.started[attempt_id]
+        result = error or ReadResult(transport="shm", num_bytes=64, copy_s=0.25)
+        self._done.append(CopyDone(attempt_id=attempt_id, result=result))
+
+    def take_done(self):
+        done, self._done = self._done, []
+        return done
+
+
+class Bench:
+    """A decode engine without processes: commands are given and turns are taken by hand."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
+        self.copier = HandCopier()
+        self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
+        self.core = DecodeCore(self.pool, 3, self.copier, self.clock)
+        self.loop = EngineLoop(self.core, self.executor, self.clock)
+
+    def turn(self, *commands, after_step=()):
+        batch = self.loop.turn(list(commands), lambda: list(after_step))
+        return list(batch.events) if batch else []
+
+    def run_dry(self):
+        events = []
+        while self.core.idle_s == 0:
+            events += self.turn()
+        return events
+
+    def join(self, command):
+        self.turn(command)
+        self.copier.finish(command.attempt_id)
+        return self.turn()
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def accept(attempt_id: str, *, num_tokens: int = 6, max_tokens: int = 4, stop_ids=()) -> Accept:
+    return Accept(
+        attempt_id=attempt_id,
+        kv=KVDescriptor(
+            lease_id=f"lease-{attempt_id}",
+            lease_slot=0,
+            generation=1,
+            worker_id="p",
+            incarnation="i",
+            address="127.0.0.1:1",
+            block_ids=tuple(range(LAYOUT.blocks_for(num_tokens))),
+            num_tokens=num_tokens,
+            lease_s=5.0,
+        ),
+        first_token_id=9,
+        sampling=GREEDY,
+        stop=StopRule(max_tokens=max_tokens, stop_token_ids=frozenset(stop_ids)),
+    )
+
+
+def test_a_sequence_runs_from_its_handover_to_its_last_token(bench):
+    bench.turn(accept("a"))
+    assert bench.executor.plans == []
+    assert bench.core.idle_s is None
+    bench.clock.advance(1.0)
+    bench.copier.finish("a")
+    events = bench.turn() + bench.run_dry()
+    expected, token = [], 9
+    for position in (7, 8, 9):
+        token = scripted_token(token, position, 0, 256)
+        expected.append(Token(attempt_id="a", position=position, token_id=token))
+    assert events[0] == HandedOver(attempt_id="a", transport="shm", num_bytes=64, wait_s=0.0, copy_s=0.25)
+    assert events[1:-1] == expected
+    assert events[-1] == Finished(attempt_id="a", reason=FinishReason.LENGTH, num_steps=3, generate_s=0.0)
+    bench.core.check_integrity()
+
+
+def test_a_stop_token_is_produced_and_ends_the_sequence(bench):
+    stop = scripted_token(9, 7, 0, 256)
+    events = bench.join(accept("a", stop_ids=[stop]))
+    assert [type(event) for event in events] == [HandedOver, Token, Finished]
+    assert (events[1].token_id, events[2].reason) == (stop, FinishReason.STOP)
+    bench.core.check_integrity()
+
+
+def test_running_sequences_step_while_another_is_copied(bench):
+    bench.join(accept("a", max_tokens=20))
+    bench.turn(accept("b"))
+    assert [type(event) for event in bench.turn()] == [Token]
+    bench.copier.finish("b")
+    assert [event.attempt_id for event in bench.turn() if isinstance(event, Token)] == ["a", "b"]
+
+
+def test_the_wait_for_room_is_measured_and_ends_with_somebody_elses_last_token(bench):
+    bench.turn(accept("big", num_tokens=40, max_tokens=20))
+    bench.turn(accept("next", num_tokens=8, max_tokens=8))
+    assert list(bench.copier.started) == ["big"]
+    bench.clock.advance(2.0)
+    bench.turn(Cancel(attempt_id="big"))
+    bench.copier.finish("big")
+    assert [type(event) for event in bench.turn()] == [Failed]
+    assert list(bench.copier.started) == ["next"]
+    bench.copier.finish("next")
+    assert bench.turn()[0].wait_s == 2.0
+
+
+@pytest.mark.parametrize("phase", ["waiting", "copying", "running", "last step"])
+def test_a_cancel_frees_the_blocks_when_nothing_writes_to_them(bench, phase):
+    cancel = Cancel(attempt_id="a")
+    if phase == "waiting":
+        bench.turn(accept("big", num_tokens=60, max_tokens=4))
+        bench.turn(accept("a"))
+        events = bench.turn(cancel)
+        bench.copier.finish("big", StaleLeaseError("gone"))
+        bench.turn()
+    elif phase == "copying":
+        bench.turn(accept("a"))
+        assert bench.turn(cancel, cancel) == []
+        assert bench.pool.num_used == 3
+        bench.copier.finish("a")
+        events = bench.turn()
+    elif phase == "running":
+        bench.join(accept("a"))
+        events = bench.turn(cancel)
+    else:
+        bench.turn(accept("a", max_tokens=2))
+        bench.copier.finish("a")
+        events = bench.turn(after_step=[cancel])[1:]
+    (event,) = events
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, CancelledError)
+    assert bench.turn(cancel) == []
+    bench.core.check_integrity()
+
+
+def test_a_stale_lease_fails_its_sequence_only(bench):
+    bench.join(accept("a", max_tokens=20))
+    bench.turn(accept("b"))
+    bench.copier.finish("b", StaleLeaseError("the lease ended"))
+    failed, token = bench.turn()
+    assert isinstance(failed.error, StaleLeaseError)
+    assert (failed.attempt_id, token.attempt_id) == ("b", "a")
+
+
+def test_a_step_that_fails_ends_its_sequences_and_no_other(bench):
+    bench.join(accept("a", max_tokens=20))
+    bench.turn(accept("b"))
+    healthy, bench.executor.execute = bench.executor.execute, None  # not callable: any exception will do
+    (event,) = bench.turn()
+    assert event.attempt_id == "a"
+    assert type(event.error) is InternalError
+    bench.executor.execute = healthy
+    bench.copier.finish("b")
+    assert [type(event) for event in bench.turn() + bench.run_dry()][-1] is Finished
+    bench.core.check_integrity()
+
+
+def test_peers_are_opened_and_forgotten(bench):
+    pool = PeerPool(peer=PeerKey("p", "i"), handle=ShmHandle(segment="baton-x", num_blocks=4))
+    bench.turn(OpenPeer(pool=pool))
+    assert bench.copier.peers == [pool]
+    bench.turn(ForgetPeer(peer=pool.peer))
+    assert bench.copier.peers == []

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.core.clock import ManualClock
+from baton.core.errors import CancelledError, InternalError, ResourceExhaustedError
+from baton.core.generation import FinishReason, SamplingParams, StopRule
+from baton.core.model import KVLayout
+from baton.engine.block_pool import BlockPool
+from baton.engine.executor import ScriptedExecutor, scripted_token
+from baton.worker.engine_loop import EngineLoop
+from kv_transfer.lease import LeaseOutcome, LeaseTable
+from prefill_worker.engine_core import PrefillCore
+from prefill_worker.messages import Cancel, Failed, PromptDone, Released, ReleaseLease, RenewLease, Started, Submit
+from prefill_worker.scheduler import PrefillLimits
+
+GREEDY = SamplingParams(temperature=0.0)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
+NUM_BLOCKS = 32
+LEASE_S = 5.0
+
+
+class Fences:
+    """A fence table that asserts, at every clearing, that the blocks are still owned: credit follows the fence."""
+
+    num_slots = 4
+
+    def __init__(self) -> None:
+        self.words = [0] * self.num_slots
+
+    def store(self, slot: int, word: int) -> None:
+        self.words[slot] = word
+
+
+class Bench:
+    """A prefill engine without processes: commands are given and turns are taken by hand."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
+        self.fences = Fences()
+        self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
+        limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, guaranteed_tokens=2)
+        leases = LeaseTable(self.fences, self.clock, lease_s=LEASE_S)
+        self.core = PrefillCore(self.pool, limits, leases, self.clock)
+        self.loop = EngineLoop(self.core, self.executor, self.clock)
+
+    def turn(self, *commands, after_step=()):
+        batch = self.loop.turn(list(commands), lambda: list(after_step))
+        return list(batch.events) if batch else []
+
+    def run_dry(self, *commands):
+        events = self.turn(*commands)
+        while self.core.idle_s == 0:
+            events += self.turn()
+        return events
+
+    def assert_clean(self):
+        self.core.check_integrity()
+        assert self.fences.words == [0] * Fences.num_slots
+        assert self.core.idle_s is None
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def submit(attempt_id: str, num_tokens: int, *, max_tokens: int = 5, stop_ids=()) -> Submit:
+    return Submit(
+        attempt_id=attempt_id,
+        lease_id=f"lease-{attempt_id}",
+        token_ids=list(range(1, num_tokens + 1)),
+        sampling=GREEDY,
+        stop=StopRule(max_tokens=max_tokens, stop_token_ids=frozenset(stop_ids)),
+    )
+
+
+def test_a_prompt_is_computed_in_chunks_and_held_under_its_lease(bench):
+    started, done = bench.run_dry(submit("a", 20))
+    assert started == Started(attempt_id="a", queue_s=0.0)
+    assert [piece.num_tokens for piece in bench.executor.plans] == [8, 8, 4]
+    assert isinstance(done, PromptDone)
+    assert done.token_id == scripted_token(20, 20, 0, 256)
+    assert (done.num_chunks, done.finish_reason) == (3, None)
+    assert len(done.cache.block_ids) == bench.pool.num_used == 5
+    assert bench.fences.words[done.cache.slot] == done.cache.generation != 0
+    assert bench.core.stats.num_held == 1
+    assert bench.core.idle_s > 0
+
+
+@pytest.mark.parametrize("outcome", [LeaseOutcome.CONSUMED, LeaseOutcome.ABANDONED])
+def test_the_end_of_the_lease_frees_the_blocks_once(bench, outcome):
+    bench.run_dry(submit("a", 20))
+    release = ReleaseLease(lease_id="lease-a", outcome=outcome)
+    assert bench.turn(release, release) == [Released(attempt_id="a", outcome=outcome)]
+    assert bench.turn(release, Cancel(attempt_id="a"), RenewLease(lease_id="lease-a")) == []
+    bench.assert_clean()
+
+
+def test_a_lease_that_nobody_renews_runs_out_on_the_engines_own_clock(bench):
+    bench.run_dry(submit("a", 4))
+    bench.clock.advance(LEASE_S - 0.1)
+    assert bench.turn(RenewLease(lease_id="lease-a")) == []
+    bench.clock.advance(LEASE_S - 0.1)
+    assert bench.turn() == []
+    bench.clock.advance(0.2)
+    assert bench.turn() == [Released(attempt_id="a", outcome=LeaseOutcome.EXPIRED)]
+    bench.assert_clean()
+
+
+def test_a_renewal_that_arrives_during_a_long_step_comes_before_expiry(bench):
+    bench.run_dry(submit("a", 4))
+    bench.clock.advance(LEASE_S + 1)
+    assert bench.turn(RenewLease(lease_id="lease-a")) == []
+    assert bench.core.stats.num_held == 1
+
+
+@pytest.mark.parametrize(("max_tokens", "stop_ids"), [(1, ()), (5, (scripted_token(6, 6, 0, 256),))])
+def test_a_first_token_that_is_the_last_leaves_no_lease(bench, max_tokens, stop_ids):
+    _, done, released = bench.run_dry(submit("a", 6, max_tokens=max_tokens, stop_ids=stop_ids))
+    assert done.finish_reason is (FinishReason.LENGTH if max_tokens == 1 else FinishReason.STOP)
+    assert done.cache is None
+    assert released == Released(attempt_id="a", outcome=None)
+    bench.assert_clean()
+
+
+def test_a_cancel_is_seen_at_the_next_chunk(bench):
+    bench.turn(submit("a", 32))
+    events = bench.turn(Cancel(attempt_id="a"))
+    assert [type(event) for event in events] == [Failed]
+    assert isinstance(events[0].error, CancelledError)
+    assert len(bench.executor.plans) == 1
+    bench.assert_clean()
+
+
+def test_a_cancel_during_the_last_chunk_does_not_look_like_success(bench):
+    events = bench.turn(submit("a", 4), after_step=[Cancel(attempt_id="a")])
+    assert [type(event) for event in events] == [Started, Failed]
+    bench.assert_clean()
+
+
+def test_a_cancel_while_the_cache_is_held_ends_the_lease(bench):
+    bench.run_dry(submit("a", 4))
+    cancel = Cancel(attempt_id="a")
+    assert bench.turn(cancel, cancel) == [Released(attempt_id="a", outcome=LeaseOutcome.ABANDONED)]
+    bench.assert_clean()
+
+
+def test_a_cancel_while_waiting_for_blocks(bench):
+    bench.run_dry(submit("a", 4 * NUM_BLOCKS))
+    assert bench.turn(submit("b", 4)) == []
+    assert bench.core.stats.num_waiting == 1
+    assert [type(event) for event in bench.turn(Cancel(attempt_id="b"))] == [Failed]
+    bench.turn(Cancel(attempt_id="a"))
+    bench.assert_clean()
+
+
+def test_held_caches_count_as_sequences_and_their_end_lets_the_next_start(bench):
+    for name in "abcd":
+        bench.run_dry(submit(name, 4))
+    assert bench.run_dry(submit("e", 4)) == []
+    events = bench.run_dry(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.CONSUMED))
+    assert [type(event) for event in events] == [Released, Started, PromptDone]
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (RuntimeError("secret text of a prompt"), InternalError),
+        (ResourceExhaustedError("no memory", retry_after_s=1.0), ResourceExhaustedError),
+    ],
+)
+def test_a_step_that_fails_ends_its_attempts_and_no_other(bench, failure, expected):
+    bench.run_dry(submit("held", 4))
+    bench.turn(submit("a", 32))
+    healthy = bench.executor.execute
+
+    def broken(plan):
+        raise failure
+
+    bench.executor.execute = broken
+    (event,) = bench.turn()
+    assert event.attempt_id == "a"
+    assert type(event.error) is expected
+    assert "secret" not in str(event.error) if expected is InternalError else True
+    bench.executor.execute = healthy
+    assert [type(event) for event in bench.run_dry(submit("b", 4))] == [Started, PromptDone]
+    assert bench.core.stats.num_held == 2
+
+
+def test_every_command_is_answered_by_a_batch(bench):
+    assert bench.loop.turn([RenewLease(lease_id="nobody")], list).num_commands == 1
+    assert bench.loop.turn([], list) is None
