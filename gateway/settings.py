@@ -19,7 +19,7 @@ from baton.core.settings import (
 class GatewayServerSettings(ServerSettings):
     """The gateway's gRPC server."""
 
-    port: int = Field(default=50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
+    port: int = Field(default=8470, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
 
 
 class QueueClassSettings(Section):
