@@ -51,6 +51,8 @@ class TorchExecutor:
     def execute(self, plan: BatchPlan) -> list[int | None]:
         """Runs the step; see `Executor.execute`."""
         plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
+        if not plan.slices:
+            return []
         try:
             logits = self._model.forward(plan, self._pool)
             return self._sample(logits, plan)
