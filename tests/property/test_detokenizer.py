@@ -65,14 +65,14 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
-def real(model_path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_path / "tokenizer.json"))
+def real(model_folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback", "metaspace", "real"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param == "real":
-        return real(request.getfixturevalue("model_path"))
+        return real(request.getfixturevalue("model_folder"))
     return {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}[request.param]()
 
 

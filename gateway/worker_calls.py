@@ -1,0 +1,277 @@
+"""Calls to workers: their streams read as plain data, every deviation and failure a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import grpc
+
+from baton.core.errors import (
+    DeadlineExceededError,
+    InternalError,
+    ResourceExhaustedError,
+    ServingError,
+    UnavailableError,
+)
+from baton.rpc.errors import from_call
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from gateway.wire import fingerprint_message, read_finish_reason, sampling_message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from baton.core.generation import FinishReason, SamplingParams, StopRule
+    from baton.core.model import ModelFingerprint
+    from baton.core.workers import WorkerRecord
+    from baton.rpc.channels import ChannelPool
+    from baton.v1 import kv_transfer_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One attempt at a request, all defaults filled in."""
+
+    attempt_id: str
+    fingerprint: ModelFingerprint
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """A prefill's result. `kv` goes to the decode worker as it is; None when the first token was the last."""
+
+    token_id: int
+    kv: kv_transfer_pb2.KvDescriptor | None
+    finish_reason: FinishReason | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The decode worker has the KV cache."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens in order, the next positions of the sequence."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnd:
+    """The generation ended by a token or by its length."""
+
+    reason: FinishReason | None
+
+
+DecodeEvent: TypeAlias = Handover | NewTokens | DecodeEnd
+
+
+class WorkerCalls:
+    """Opens calls to workers. Each is an asynchronous context: leaving it cancels a call that has not ended."""
+
+    def __init__(self, channels: ChannelPool) -> None:
+        self._channels = channels
+
+    def prefill(self, worker: WorkerRecord, attempt: Attempt, timeout_s: float) -> PrefillCall:
+        """A call that computes the prompt."""
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
+        request = prefill_pb2.PrefillRequest(
+            attempt_id=attempt.attempt_id,
+            fingerprint=fingerprint_message(attempt.fingerprint),
+            token_ids=attempt.token_ids,
+            sampling=sampling_message(attempt.sampling),
+            max_tokens=attempt.stop.max_tokens,
+            stop_token_ids=sorted(attempt.stop.stop_token_ids),
+        )
+        return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
+
+    def decode(self, worker: WorkerRecord, attempt: Attempt, first: FirstToken, timeout_s: float) -> DecodeCall:
+        """A call that takes the KV cache of `first` over and generates."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
+        request = decode_pb2.DecodeRequest(
+            attempt_id=attempt.attempt_id,
+            fingerprint=fingerprint_message(attempt.fingerprint),
+            kv=first.kv,
+            first_token_id=first.token_id,
+            sampling=sampling_message(attempt.sampling),
+            max_tokens=attempt.stop.max_tokens,
+            stop_token_ids=sorted(attempt.stop.stop_token_ids),
+        )
+        return DecodeCall(_WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt)
+
+
+class _WorkerStream:
+    """One response stream of one worker."""
+
+    def __init__(self, call: Any, worker: WorkerRecord) -> None:
+        self._call = call
+        self._worker = worker
+
+    async def read(self) -> Any:
+        """The next response; None at a good end. A ServingError when the worker failed, refused or vanished."""
+        with _told_by(self._worker):
+            response = await self._call.read()
+        return None if response is grpc.aio.EOF else response
+
+    def fault(self, description: str) -> InternalError:
+        """The error for a stream that breaks the contract."""
+        return InternalError(
+            f"{_name(self._worker)} {description}",
+            reason="WORKER_PROTOCOL",
+            metadata={"worker_id": self._worker.worker_id},
+        )
+
+    def cut_short(self) -> UnavailableError:
+        """The error for a stream that ended before its last event."""
+        return UnavailableError(
+            f"{_name(self._worker)} ended its stream too early",
+            reason="WORKER_LOST",
+            metadata={"worker_id": self._worker.worker_id},
+        )
+
+    def cancel(self) -> None:
+        """Cancels the call; without effect when it has ended."""
+        self._call.cancel()
+
+
+class _WorkerCall:
+    """A stream that is cancelled when its block is left."""
+
+    def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
+        self._stream = stream
+        self._attempt = attempt
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.cancel()
+
+
+class PrefillCall(_WorkerCall):
+    """One prefill: `first_token`, then `released`."""
+
+    async def first_token(self) -> FirstToken:
+        """Waits for the prompt's computation."""
+        while (response := await self._stream.read()) is not None:
+            # Events that this version does not know are passed over.
+            if response.WhichOneof("event") == "first_token":
+                return self._checked(response.first_token)
+            if response.WhichOneof("event") == "released":
+                raise self._stream.fault("released the KV cache before the first token")
+        raise self._stream.cut_short()
+
+    async def released(self) -> None:
+        """Waits until the worker's blocks are free."""
+        while (response := await self._stream.read()) is not None:
+            if response.WhichOneof("event") == "released":
+                return
+
+    def _checked(self, first: prefill_pb2.FirstToken) -> FirstToken:
+        kv = first.kv if first.HasField("kv") else None
+        if kv is not None and kv.num_tokens != len(self._attempt.token_ids):
+            raise self._stream.fault(
+                f"holds {kv.num_tokens} positions of a prompt of {len(self._attempt.token_ids)} tokens"
+            )
+        reason = read_finish_reason(first.finish_reason)
+        if kv is not None and reason is not None:
+            raise self._stream.fault("kept a KV cache though the first token was the last")
+        return FirstToken(token_id=first.token_id, kv=kv, finish_reason=reason, cached_tokens=first.cached_tokens)
+
+
+class DecodeCall(_WorkerCall):
+    """One decode: a `Handover`, then `NewTokens`, then a `DecodeEnd`."""
+
+    def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
+        super().__init__(stream, attempt)
+        # The first token has the position after the prompt; the decode worker begins with the one after that.
+        self._next_position = len(attempt.token_ids) + 1
+        self._end_position = len(attempt.token_ids) + attempt.stop.max_tokens
+        self._has_cache = False
+
+    async def next(self) -> DecodeEvent:
+        """Waits for the next event. Nothing may be asked for after a `DecodeEnd`."""
+        while (response := await self._stream.read()) is not None:
+            kind = response.WhichOneof("event")
+            if kind == "handover":
+                return self._handover(response.handover)
+            if kind == "tokens":
+                return self._tokens(response.tokens)
+            if kind == "finished":
+                return DecodeEnd(read_finish_reason(response.finished.reason))
+        raise self._stream.cut_short()
+
+    def _handover(self, handover: decode_pb2.HandoverDone) -> Handover:
+        if self._has_cache:
+            raise self._stream.fault("took the KV cache over twice")
+        self._has_cache = True
+        return Handover(handover.num_bytes)
+
+    def _tokens(self, tokens: decode_pb2.DecodedTokens) -> NewTokens:
+        if not self._has_cache:
+            raise self._stream.fault("generated before it had the KV cache")
+        if tokens.first_position != self._next_position:
+            raise self._stream.fault(
+                f"sent tokens from position {tokens.first_position}, expected {self._next_position}"
+            )
+        self._next_position += len(tokens.ids)
+        if self._next_position > self._end_position:
+            raise self._stream.fault(f"generated more than {self._attempt.stop.max_tokens} tokens")
+        return NewTokens(tuple(tokens.ids))
+
+
+@contextmanager
+def _told_by(worker: WorkerRecord) -> Iterator[None]:
+    """Turns the failure of a call into an error that the client of the gateway can use."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _seen_by_client(from_call(error), worker) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # grpc.aio raises this for a call that was ended by the other side, or by its closed channel.
+        raise _lost(worker, "cancelled the call") from error
+
+
+def _seen_by_client(error: ServingError, worker: WorkerRecord) -> ServingError:
+    """A worker's refusal is not the client's fault: its request was valid, and another try may meet another worker."""
+    if isinstance(error, DeadlineExceededError):
+        return DeadlineExceededError(f"{_name(worker)}: {error.message}", reason=error.reason)
+    if isinstance(error, ResourceExhaustedError):
+        return ResourceExhaustedError(
+            f"{_name(worker)}: {error.message}",
+            reason=error.reason,
+            retry_after_s=error.retry_after_s,
+            metadata=error.metadata,
+        )
+    if isinstance(error, InternalError):
+        return InternalError(
+            f"{_name(worker)}: {error.message}", reason=error.reason, metadata={"worker_id": worker.worker_id}
+        )
+    return _lost(worker, error.message, reason=error.reason)
+
+
+def _lost(worker: WorkerRecord, message: str, *, reason: str = "") -> UnavailableError:
+    return UnavailableError(
+        f"{_name(worker)}: {message}",
+        reason="WORKER_LOST",
+        metadata={"worker_id": worker.worker_id, **({"worker_reason": reason} if reason else {})},
+    )
+
+
+def _name(worker: WorkerRecord) -> str:
+    return f"{worker.role.value} worker {worker.worker_id}"
