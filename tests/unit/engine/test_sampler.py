@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from baton.core.errors import InternalError
+from baton.core.generation import SamplingParams
+from baton.engine.sampler import NUCLEUS_CANDIDATES, sample, uniform
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def draws(logits: list[float], count: int, **params) -> Counter[int]:
+    """Tokens that `count` different seeds draw from one row of logits."""
+    rows = torch.tensor(logits).repeat(count, 1)
+    return Counter(sample(rows, [SamplingParams(seed=seed, **params) for seed in range(count)], [5] * count))
+
+
+def chi_squared(counts: Counter[int], probabilities: list[float]) -> float:
+    total = sum(counts.values())
+    return sum((counts[i] - total * p) ** 2 / (total * p) for i, p in enumerate(probabilities) if p > 0)
+
+
+def test_greedy_takes_the_largest():
+    logits = torch.tensor([[0.1, 3.0, -1.0], [9.0, 3.0, 8.0]])
+    assert sample(logits, [GREEDY, GREEDY], [1, 2]) == [1, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [7, 49152])
+def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
+    logits = torch.zeros(3, vocab_size)
+    logits[1, 3:] = 1.0
+    logits[2, [2, vocab_size - 1]] = 1.0
+    assert sample(logits, [GREEDY] * 3, [0, 0, 0]) == [0, 3, 2]
+
+
+def test_the_distribution_is_that_of_the_logits():
+    probabilities = [0.5, 0.25, 0.125, 0.0625, 0.0625]
+    counts = draws([math.log(p) for p in probabilities], 20_000)
+    # 99.9 % quantile of chi squared with 4 degrees of freedom.
+    assert chi_squared(counts, probabilities) < 18.47
+
+
+def test_positions_of_one_seed_are_as_independent_as_seeds():
+    probabilities = [0.5, 0.3, 0.2]
+    rows = torch.tensor([math.log(p) for p in probabilities]).repeat(20_000, 1)
+    tokens = sample(rows, [SamplingParams(seed=77)] * 20_000, list(range(20_000)))
+    assert chi_squared(Counter(tokens), probabilities) < 13.82
+    pairs = Counter(first * 3 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True))
+    assert chi_squared(pairs, [a * b for a in probabilities for b in probabilities]) < 26.12
+
+
+def test_temperature_sharpens():
+    logits = [1.0, 0.0, -1.0]
+    weights = [math.exp(x / 0.5) for x in logits]
+    assert chi_squared(draws(logits, 10_000, temperature=0.5), [w / sum(weights) for w in weights]) < 13.82
+    assert set(draws(logits, 200, temperature=1e-6)) == {0}
+
+
+def test_top_k_keeps_k_in_their_proportions():
+    counts = draws([math.log(p) for p in (0.1, 0.4, 0.2, 0.3)], 10_000, top_k=2)
+    assert set(counts) == {1, 3}
+    assert chi_squared(counts, [0, 4 / 7, 0, 3 / 7]) < 10.83
+
+
+def test_top_k_keeps_equals_of_the_last():
+    assert set(draws([2.0, 1.0, 1.0, 0.0], 300, top_k=2)) == {0, 1, 2}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    logits = [math.log(p) for p in (0.15, 0.5, 0.05, 0.3)]
+    assert set(draws(logits, 500, top_p=0.45)) == {1}
+    assert set(draws(logits, 500, top_p=0.75)) == {1, 3}
+    assert set(draws(logits, 500, top_p=0.9)) == {0, 1, 3}
+    assert set(draws(logits, 500, top_p=0.0)) == {1}
+
+
+def test_top_p_counts_within_top_k():
+    # Of the two kept, 0.5 and 0.3, the first alone has 62 %.
+    logits = [math.log(p) for p in (0.15, 0.5, 0.05, 0.3)]
+    assert set(draws(logits, 500, top_k=2, top_p=0.6)) == {1}
+    assert set(draws(logits, 500, top_k=2, top_p=0.65)) == {1, 3}
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    logits = [math.log(p) for p in (0.15, 0.5, 0.05, 0.3)]
+    assert set(draws(logits, 500, min_p=0.5)) == {1, 3}
+    assert set(draws(logits, 500, min_p=0.2)) == {0, 1, 3}
+
+
+def test_a_nucleus_wider_than_the_first_guess_is_found_whole():
+    vocab_size = 4 * NUCLEUS_CANDIDATES
+    counts = draws([0.0] * (vocab_size - 1) + [-30.0], 400, top_p=0.9999)
+    # Equal logits are kept together, so only the last token can fall out.
+    assert max(counts) < vocab_size - 1
+    assert len(counts) > 350
+    ramp = [-i / 2000 for i in range(vocab_size)]
+    weights = torch.softmax(torch.tensor(ramp, dtype=torch.float64), 0).cumsum(0)
+    size = int((weights < 0.8).sum()) + 1
+    assert size > NUCLEUS_CANDIDATES
+    tokens = draws(ramp, 3000, top_p=0.8)
+    assert size - 30 < max(tokens) < size
+
+
+def test_a_token_depends_on_its_own_row_alone():
+    generator = torch.Generator().manual_seed(3)
+    # Rounded as logits of half precision are: many equals.
+    logits = (torch.randn(12, 5000, generator=generator) * 3).bfloat16().float()
+    params = [
+        GREEDY,
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=40),
+        SamplingParams(seed=3, top_p=0.9),
+        SamplingParams(seed=4, min_p=0.1, temperature=0.7),
+        SamplingParams(seed=5, top_k=2000, top_p=0.99),
+        SamplingParams(seed=6, top_p=0.99999, temperature=3.0),
+        SamplingParams(seed=7, top_k=1, temperature=2.0),
+        SamplingParams(seed=8, top_k=5000),
+        SamplingParams(seed=9, top_k=60, top_p=0.95, min_p=0.01),
+        SamplingParams(seed=10, temperature=1.5),
+        GREEDY,
+    ]
+    positions = list(range(100, 112))
+    together = sample(logits, params, positions)
+    for row in range(12):
+        assert sample(logits[row : row + 1], params[row : row + 1], positions[row : row + 1]) == together[row : row + 1]
+    backwards = sample(logits.flip(0), params[::-1], positions[::-1])
+    assert backwards == together[::-1]
+
+
+def test_seed_and_position_both_count():
+    logits = torch.zeros(1, 1000)
+
+    def token(seed: int, position: int) -> int:
+        return sample(logits, [SamplingParams(seed=seed)], [position])[0]
+
+    assert token(1, 1) == token(1, 1)
+    assert len({token(1, position) for position in range(50)}) > 40
+    assert len({token(seed, 1) for seed in range(50)}) > 40
+    # Not a function of their sum.
+    assert token(1, 2) != token(2, 1)
+
+
+def test_the_uniform_stays_the_same_for_ever():
+    """A worker of another version continues a stream only when these numbers never change; expected values are numpy's."""
+    assert uniform(0, 0) == 0.6524484863740322
+    assert uniform(12345, 678) == 0.8468128010864124
+    assert uniform(2**64 - 1, 8191) == 0.9065873334251889
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error(bad):
+    logits = torch.zeros(2, 9)
+    logits[1, 4] = bad
+    with pytest.raises(InternalError, match="not finite"):
+        sample(logits, [GREEDY, GREEDY], [0, 0])
