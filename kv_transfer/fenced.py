@@ -18,7 +18,7 @@ from kv_transfer.errors import PeerGoneError, PoolMismatchError, StaleLeaseError
 from kv_transfer.transport import ReadResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from baton.core.model import KVLayout
     from baton.engine.kv_pool import KVPool
@@ -43,7 +43,7 @@ class FencedMemory(Protocol):
 
     @property
     def blocks(self) -> torch.Tensor:
-        """The blocks: uint8 [num_blocks, block_bytes]. Nobody may keep it beyond one statement."""
+        """The blocks: uint8 [num_blocks, block_bytes]. Not to be kept beyond `close`."""
         ...
 
     def fence(self, slot: int) -> int:
@@ -63,14 +63,13 @@ class CopyRun(NamedTuple):
     length: int
 
 
-def copy_runs(source_ids: Sequence[int], destination_ids: Sequence[int], max_length: int) -> Iterator[CopyRun]:
-    """Splits a block-by-block copy into as few runs as there can be of at most `max_length` blocks, in order."""
+def copy_runs(source_ids: Sequence[int], destination_ids: Sequence[int]) -> Iterator[CopyRun]:
+    """Splits a block-by-block copy into as few runs as there can be, in order."""
     start = 0
     for end in range(1, len(source_ids) + 1):
         length = end - start
         if (
             end == len(source_ids)
-            or length == max_length
             or source_ids[end] != source_ids[start] + length
             or destination_ids[end] != destination_ids[start] + length
         ):
@@ -85,7 +84,7 @@ class FencedReader:
         self._peer = peer
         self._layout = layout
         self._memory: FencedMemory | None = memory
-        self._max_run = max(1, PIECE_BYTES // layout.block_bytes)
+        self._piece_blocks = max(1, PIECE_BYTES // layout.block_bytes)
         self._lock = threading.Lock()
 
     def read(self, descriptor: KVDescriptor, into: KVPool, block_ids: Sequence[int]) -> ReadResult:
@@ -96,10 +95,11 @@ class FencedReader:
             memory = self._open_memory()
             self._require_readable(memory, descriptor, block_ids)
             _require_fence(memory, descriptor)
-        for run in copy_runs(descriptor.block_ids, block_ids, self._max_run):
+        for start in range(0, len(block_ids), self._piece_blocks):
+            piece = slice(start, start + self._piece_blocks)
             with self._lock:
                 memory = self._open_memory()
-                _copy(memory.blocks, destination, run)
+                _copy(memory.blocks, destination, copy_runs(descriptor.block_ids[piece], block_ids[piece]))
                 _require_fence(memory, descriptor)
         return ReadResult(
             transport=memory.name,
@@ -138,8 +138,9 @@ def flat_blocks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.shape[0], -1).view(torch.uint8)
 
 
-def _copy(source: torch.Tensor, destination: torch.Tensor, run: CopyRun) -> None:
-    destination[run.destination : run.destination + run.length].copy_(source[run.source : run.source + run.length])
+def _copy(source: torch.Tensor, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
+    for from_id, to_id, length in runs:
+        destination[to_id : to_id + length].copy_(source[from_id : from_id + length])
 
 
 def _require_fence(memory: FencedMemory, descriptor: KVDescriptor) -> None:

@@ -1,7 +1,7 @@
 """The seam between the handover protocol and the ways of moving bytes.
 
 The decode engine process holds one `KVReader` for each source pool that it knows. A new transport is a handle type
-(`kv_transfer.descriptor.PoolHandle`), a reader that passes the contract suite, and a branch in `open_reader`.
+(`kv_transfer.descriptor.PoolHandle`) and a reader that passes the contract suite (tests/unit/kv_transfer).
 """
 
 from __future__ import annotations

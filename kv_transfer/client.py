@@ -1,0 +1,222 @@
+"""The reader's side of the protocol, in a decode worker's server process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
+
+from baton.core.errors import ServingError
+from kv_transfer.errors import PeerGoneError
+from kv_transfer.lease import LeaseOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from typing import Self
+
+    from kv_transfer.calls import SourceCalls
+    from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
+
+_log = logging.getLogger(__name__)
+
+_RENEWALS_PER_LEASE = 3
+_MAX_PENDING_RELEASES = 4096
+
+
+class PeerListener(Protocol):
+    """Told of peers in order; the decode worker passes it on to its engine's `PeerReaders`. Must not block."""
+
+    def peer_opened(self, pool: PeerPool) -> None:
+        """Descriptors of this peer may be read from now on."""
+        ...
+
+    def peer_closed(self, peer: PeerKey) -> None:
+        """The peer is dead: give up its memory now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTimings:
+    """How long a silent source is believed in, how often known ones are looked after, how long the end may take."""
+
+    silence_s: float = 2.0
+    probe_interval_s: float = 1.0
+    flush_s: float = 2.0
+
+
+class HeldLease:
+    """A lease that is being renewed. Exactly one release is sent for it, whatever happens."""
+
+    def __init__(self, release: Callable[[LeaseOutcome], None]) -> None:
+        self._release = release
+        self._ended = False
+
+    def consumed(self) -> None:
+        """The blocks are in this worker's pool: the source may have its own back."""
+        self._end(LeaseOutcome.CONSUMED)
+
+    def abandon(self) -> None:
+        """The blocks are not wanted any more. Nothing to do after `consumed`."""
+        self._end(LeaseOutcome.ABANDONED)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the release was sent."""
+        return self._ended
+
+    def _end(self, outcome: LeaseOutcome) -> None:
+        if not self._ended:
+            self._ended = True
+            self._release(outcome)
+
+
+class PeerDirectory:
+    """The prefill workers that this process knows, one entry a life of each, and the leases held on them.
+
+    To be used inside `serve`. A peer becomes known by the first lease held on it, and is forgotten when it has not
+    answered for `silence_s` or when another life answers at its address.
+    """
+
+    def __init__(
+        self, calls: SourceCalls, listener: PeerListener, tasks: asyncio.TaskGroup, timings: PeerTimings
+    ) -> None:
+        self._calls = calls
+        self._listener = listener
+        self._tasks = tasks
+        self._timings = timings
+        self._addresses: dict[PeerKey, str] = {}
+        self._connecting: WeakValueDictionary[PeerKey, asyncio.Lock] = WeakValueDictionary()
+        self._releases: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def serve(
+        cls, calls: SourceCalls, listener: PeerListener, timings: PeerTimings | None = None
+    ) -> AsyncIterator[Self]:
+        """A directory that watches its peers and delivers releases until the block is left.
+
+        Leaving waits up to `flush_s` for releases on their way; what is lost then ends by expiry at the source.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            directory = cls(calls, listener, tasks, timings or PeerTimings())
+            watching = tasks.create_task(directory._watch())
+            try:
+                yield directory
+            finally:
+                watching.cancel()
+                await directory._flush()
+
+    @property
+    def peers(self) -> frozenset[PeerKey]:
+        """The peers known at this moment."""
+        return frozenset(self._addresses)
+
+    @asynccontextmanager
+    async def hold(self, descriptor: KVDescriptor) -> AsyncIterator[HeldLease]:
+        """Makes the descriptor's peer known and renews the lease until the block is left or `consumed` is called.
+
+        However the block is left, the source hears of it: as abandoned unless `consumed` was called. When the lease
+        is lost the block is cancelled, and StaleLeaseError or PeerGoneError comes out of it. The destination's
+        blocks are the caller's: a read that is under way goes on, and they must rest until it has ended.
+
+        Entering raises FailedPreconditionError when the two workers do not fit (NoTransportError when nothing joins
+        them) and PeerGoneError when the source doesn't answer.
+        """
+        lease = HeldLease(lambda outcome: self.release(descriptor, outcome))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                renewing = tasks.create_task(self._keep_alive(descriptor, lease))
+                try:
+                    await self._connect(descriptor)
+                    yield lease
+                finally:
+                    renewing.cancel()
+        except BaseExceptionGroup as group:
+            # The renewal's failure or the block's own: whoever holds one lease has one reason to fail.
+            raise group.exceptions[0] from None
+        finally:
+            lease.abandon()
+
+    def release(self, descriptor: KVDescriptor, outcome: LeaseOutcome) -> None:
+        """Sends a release, repeated until it arrives or the lease must have expired. Returns at once.
+
+        For whoever refuses a descriptor without holding it; `hold` calls it by itself.
+        """
+        if len(self._releases) >= _MAX_PENDING_RELEASES:
+            _log.warning("too many releases on their way: lease %s is left to expire", descriptor.lease_id)
+            return
+        task = self._tasks.create_task(self._deliver(descriptor, outcome))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    def forget(self, peer: PeerKey) -> None:
+        """Has everything given up that is held of a peer. A peer that still lives gets a new handshake when needed."""
+        if self._addresses.pop(peer, None) is not None:
+            self._listener.peer_closed(peer)
+
+    async def _connect(self, descriptor: KVDescriptor) -> None:
+        peer = descriptor.peer
+        lock = self._connecting.setdefault(peer, asyncio.Lock())
+        async with lock:
+            if peer in self._addresses:
+                return
+            pool = await self._calls.handshake(descriptor.address, self._timings.silence_s)
+            self._forget_former_lives(pool.peer)
+            if pool.peer != peer:
+                raise PeerGoneError(f"{peer} is gone: {pool.peer} answers at its address")
+            self._addresses[peer] = descriptor.address
+            self._listener.peer_opened(pool)
+
+    def _forget_former_lives(self, living: PeerKey) -> None:
+        for peer in self.peers:
+            if peer.worker_id == living.worker_id and peer != living:
+                self.forget(peer)
+
+    async def _keep_alive(self, descriptor: KVDescriptor, lease: HeldLease) -> None:
+        lease_s = descriptor.lease_s
+        while True:
+            await asyncio.sleep(lease_s / _RENEWALS_PER_LEASE)
+            if lease.is_ended:
+                return
+            lease_s = await self._renew(descriptor, lease, budget_s=lease_s * (1 - 1 / _RENEWALS_PER_LEASE))
+
+    async def _renew(self, descriptor: KVDescriptor, lease: HeldLease, *, budget_s: float) -> float:
+        try:
+            return await self._calls.renew(descriptor, budget_s)
+        except ServingError:
+            if lease.is_ended:  # its release overtook this renewal
+                return descriptor.lease_s
+            raise
+
+    async def _deliver(self, descriptor: KVDescriptor, outcome: LeaseOutcome) -> None:
+        try:
+            await self._calls.release(descriptor, outcome, budget_s=descriptor.lease_s)
+        except ServingError as error:
+            _log.info("lease %s is left to expire: %s", descriptor.lease_id, error)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._timings.probe_interval_s)
+            async with asyncio.TaskGroup() as probes:
+                for peer, address in self._addresses.items():
+                    probes.create_task(self._probe(peer, address))
+
+    async def _probe(self, peer: PeerKey, address: str) -> None:
+        try:
+            pool = await self._calls.handshake(address, self._timings.silence_s)
+        except ServingError as error:
+            _log.warning("peer %s is forgotten: %s", peer, error)
+            self.forget(peer)
+            return
+        if pool.peer != peer:
+            _log.warning("peer %s is forgotten: %s answers at its address", peer, pool.peer)
+            self.forget(peer)
+
+    async def _flush(self) -> None:
+        if self._releases:
+            _, late = await asyncio.wait(self._releases, timeout=self._timings.flush_s)
+            for task in late:
+                task.cancel()

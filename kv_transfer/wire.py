@@ -1,0 +1,169 @@
+"""Between plain data and the messages of `baton.v1`. Only here are wire values checked for form.
+
+Each reading function raises InvalidArgumentError that names the field.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from baton.core.errors import InvalidArgumentError
+from baton.core.model import KVLayout, ModelFingerprint
+from baton.v1 import common_pb2, kv_transfer_pb2
+from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
+from kv_transfer.errors import NoTransportError
+from kv_transfer.handshake import Endpoint
+from kv_transfer.lease import LeaseOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_OUTCOMES: Mapping[LeaseOutcome, kv_transfer_pb2.LeaseOutcome.ValueType] = {
+    LeaseOutcome.CONSUMED: kv_transfer_pb2.LEASE_OUTCOME_CONSUMED,
+    LeaseOutcome.ABANDONED: kv_transfer_pb2.LEASE_OUTCOME_ABANDONED,
+    LeaseOutcome.EXPIRED: kv_transfer_pb2.LEASE_OUTCOME_EXPIRED,
+}
+
+
+def outcome_to_proto(outcome: LeaseOutcome) -> kv_transfer_pb2.LeaseOutcome.ValueType:
+    """The enum's wire value."""
+    return _OUTCOMES[outcome]
+
+
+def outcome_from_reader(value: int) -> LeaseOutcome:
+    """A reader's word on how its lease ended: whatever is not CONSUMED is taken for ABANDONED."""
+    consumed = value == kv_transfer_pb2.LEASE_OUTCOME_CONSUMED
+    return LeaseOutcome.CONSUMED if consumed else LeaseOutcome.ABANDONED
+
+
+def descriptor_to_proto(descriptor: KVDescriptor) -> kv_transfer_pb2.KvDescriptor:
+    """The descriptor's message."""
+    return kv_transfer_pb2.KvDescriptor(
+        lease_id=descriptor.lease_id,
+        lease_slot=descriptor.lease_slot,
+        generation=descriptor.generation,
+        worker_id=descriptor.worker_id,
+        incarnation=descriptor.incarnation,
+        address=descriptor.address,
+        block_ids=descriptor.block_ids,
+        num_tokens=descriptor.num_tokens,
+        lease_s=descriptor.lease_s,
+    )
+
+
+def descriptor_from_proto(message: kv_transfer_pb2.KvDescriptor, field: str = "kv") -> KVDescriptor:
+    """Reads a descriptor that came in `field`. Whether its blocks exist is for the reader of the pool to say."""
+    for name in ("lease_id", "worker_id", "incarnation", "address"):
+        require_set(f"{field}.{name}", getattr(message, name))
+    for name in ("generation", "num_tokens"):
+        if getattr(message, name) == 0:
+            raise InvalidArgumentError(f"{field}.{name}", "must not be 0")
+    if not (math.isfinite(message.lease_s) and message.lease_s > 0):
+        raise InvalidArgumentError(f"{field}.lease_s", f"must be above 0 s, is {message.lease_s}")
+    return KVDescriptor(
+        lease_id=message.lease_id,
+        lease_slot=message.lease_slot,
+        generation=message.generation,
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        address=message.address,
+        block_ids=tuple(message.block_ids),
+        num_tokens=message.num_tokens,
+        lease_s=message.lease_s,
+    )
+
+
+def layout_to_proto(layout: KVLayout) -> kv_transfer_pb2.KvLayout:
+    """The layout's message."""
+    return kv_transfer_pb2.KvLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size_tokens=layout.block_size,
+        dtype=layout.dtype,
+    )
+
+
+def layout_from_proto(message: kv_transfer_pb2.KvLayout, field: str = "layout") -> KVLayout:
+    """Reads a layout that came in `field`."""
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size_tokens"):
+        if getattr(message, name) == 0:
+            raise InvalidArgumentError(f"{field}.{name}", "must not be 0")
+    if message.dtype not in _DTYPES:
+        raise InvalidArgumentError(f"{field}.dtype", f"must be one of {', '.join(_DTYPES)}")
+    return KVLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size_tokens,
+        dtype=message.dtype,
+    )
+
+
+def fingerprint_to_proto(fingerprint: ModelFingerprint) -> common_pb2.ModelFingerprint:
+    """The fingerprint's message."""
+    return common_pb2.ModelFingerprint(
+        model=fingerprint.model,
+        weights=fingerprint.weights,
+        tokenizer=fingerprint.tokenizer,
+        dtype=fingerprint.dtype,
+    )
+
+
+def fingerprint_from_proto(message: common_pb2.ModelFingerprint, field: str = "fingerprint") -> ModelFingerprint:
+    """Reads a worker's fingerprint that came in `field`: a worker holds weights, so none of it may be empty."""
+    for name in ("model", "weights", "tokenizer", "dtype"):
+        require_set(f"{field}.{name}", getattr(message, name))
+    return ModelFingerprint(
+        model=message.model, weights=message.weights, tokenizer=message.tokenizer, dtype=message.dtype
+    )
+
+
+def endpoint_to_request(endpoint: Endpoint) -> kv_transfer_pb2.HandshakeRequest:
+    """How a decode worker presents itself."""
+    return kv_transfer_pb2.HandshakeRequest(
+        worker_id=endpoint.peer.worker_id,
+        incarnation=endpoint.peer.incarnation,
+        host_id=endpoint.host_id,
+        fingerprint=fingerprint_to_proto(endpoint.fingerprint),
+        layout=layout_to_proto(endpoint.layout),
+    )
+
+
+def endpoint_from_proto(request: kv_transfer_pb2.HandshakeRequest) -> Endpoint:
+    """Who asks for a handshake."""
+    for name in ("worker_id", "incarnation", "host_id"):
+        require_set(name, getattr(request, name))
+    return Endpoint(
+        peer=PeerKey(request.worker_id, request.incarnation),
+        host_id=request.host_id,
+        fingerprint=fingerprint_from_proto(request.fingerprint),
+        layout=layout_from_proto(request.layout),
+    )
+
+
+def endpoint_to_response(endpoint: Endpoint) -> kv_transfer_pb2.HandshakeResponse:
+    """How a prefill worker answers; the transport is to be filled in."""
+    return kv_transfer_pb2.HandshakeResponse(
+        worker_id=endpoint.peer.worker_id,
+        incarnation=endpoint.peer.incarnation,
+        fingerprint=fingerprint_to_proto(endpoint.fingerprint),
+        layout=layout_to_proto(endpoint.layout),
+    )
+
+
+def pool_from_proto(message: kv_transfer_pb2.HandshakeResponse) -> PeerPool:
+    """Whose pool the handshake opened and how to reach it; NoTransportError when nothing joins the two workers."""
+    peer = PeerKey(message.worker_id, message.incarnation)
+    if message.WhichOneof("transport") != "shm":
+        raise NoTransportError(f"no transport joins this worker and {peer}: both must share a host")
+    return PeerPool(peer=peer, handle=ShmHandle(segment=message.shm.segment, num_blocks=message.shm.num_blocks))
+
+
+def require_set(field: str, value: str) -> None:
+    """Raises InvalidArgumentError when a string that must be there is empty."""
+    if not value:
+        raise InvalidArgumentError(field, "must not be empty")
