@@ -171,6 +171,9 @@ def _from_transport(code: grpc.StatusCode, message: str) -> ServingError:
                 metadata={"size_bytes": sizes[1], "limit": sizes[2]},
             )
         return ResourceExhaustedError(message or "the peer is out of a resource", retry_after_s=None)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        # gRPC's text names addresses inside the deployment; the original stays the cause for logs.
+        return UnavailableError("a process that is needed cannot be reached or went away", reason="PEER_UNREACHABLE")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgumentError("request", message or "refused by the peer")
     kind = _PLAIN.get(code)

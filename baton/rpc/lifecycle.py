@@ -28,6 +28,7 @@ def run_component(
     `stop` is set by the first SIGTERM or SIGINT: `serve` drains and returns, and the code is 0. A second signal ends
     the process at once, by that signal. A StartupError is one line on stderr and the code 1.
     """
+    code = 0
     try:
         settings = settings_type.load(argv)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -35,8 +36,8 @@ def run_component(
     except* StartupError as group:
         for error in _leaves(group):
             print(f"{settings_type.class_name}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        code = 1
+    return code
 
 
 async def _serve_until_signal(settings: Settings, serve: Callable[[Settings, asyncio.Event], Awaitable[None]]) -> None:
