@@ -78,7 +78,7 @@ class Board:
         if state is ChildState.READY and row.start_took_s is None:
             row.start_took_s = now_s - row.started_s
         row.state, row.detail = state, detail
-        if not self._live.is_started:
+        if not self._live.is_started and state is not ChildState.ENDED:
             took = f" after {row.start_took_s:.1f} s" if state is ChildState.READY and row.start_took_s else ""
             self._print(name, Text(f"{state.value}{took} {detail}".rstrip(), style=STYLES[state]))
 

@@ -1,0 +1,175 @@
+"""The commands of `baton` and their flags."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from baton.cli.chat import chat as run_chat
+from baton.cli.generate import generate as run_generate
+from baton.cli.generate import read_prompt, set_input
+from baton.cli.status import show_status
+from baton.core.clock import SystemClock
+from baton.core.errors import ServingError, StartupError
+from baton.v1.common_pb2 import SamplingParams, StopConditions
+from baton.v1.gateway_pb2 import ChatMessage, GenerateRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULT_ADDRESS = "127.0.0.1:8470"
+DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
+MODEL_VARIABLES = ("BATON_MODEL__PATH", "BATON_GATEWAY__MODEL__PATH")
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+
+app = typer.Typer(
+    name="baton",
+    help="Serves large language models over gRPC, with prefill and decode in separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Address = Annotated[str, typer.Option(help="The gateway's host:port.")]
+ModelName = Annotated[str, typer.Option("--model", help="Name of the model; needed when there are several.")]
+System = Annotated[str | None, typer.Option(help="System message that opens the conversation.")]
+MaxTokens = Annotated[int | None, typer.Option(min=0, max=UINT32_MAX, help="Most tokens of an answer.")]
+Temperature = Annotated[float | None, typer.Option(help="Divides the logits; 0: always the likeliest token.")]
+TopK = Annotated[int | None, typer.Option(min=0, max=UINT32_MAX, help="Keep the k likeliest tokens; 0: all.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=UINT64_MAX, help="The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")]
+
+
+class LogLevel(StrEnum):
+    """Least level of log lines that are shown."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@app.command()
+def up(  # noqa: PLR0913 flags of the command
+    model: Annotated[
+        Path | None, typer.Option(help=f"Model folder. Default: what the settings name, else {DEFAULT_MODEL}.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address that the gateway listens on.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gateway.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="A Redis to use instead of an embedded one.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings of all components.")] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="Least level of log lines shown.")] = LogLevel.WARNING,
+    demo: Annotated[bool, typer.Option("--demo", help="Stream the answer to a sample chat when all is ready.")] = False,
+) -> None:
+    """Run everything on this machine: Redis, a gateway, a prefill and a decode worker.
+
+    Starts again what dies. Ctrl-C lets running requests finish and ends all; a second Ctrl-C ends all at once.
+    Settings of the components that have no flag here come from the environment (BATON_ENGINE__DTYPE=float32) or the
+    YAML file.
+    """
+    # Here, because the other commands start faster without them.
+    from baton.cli.topology import Launch
+    from baton.cli.up import run
+
+    if model is None and config is None and not any(map(os.environ.get, MODEL_VARIABLES)):
+        model = DEFAULT_MODEL
+    given = {"--config": config, "--model.path": model, "--redis.url": redis_url}
+    flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    flags += ["--telemetry.log_level", log_level]
+    with _one_line_errors():
+        asyncio.run(run(Launch(flags=flags, host=host, port=port, demo=demo), Console(stderr=True), SystemClock()))
+
+
+@app.command()
+def chat(  # noqa: PLR0913 flags of the command
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = "",
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk with the model. Ctrl-C stops an answer, Ctrl-D ends, /help shows the rest."""
+    with _one_line_errors():
+        template = GenerateRequest(
+            model=model,
+            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+            stop=StopConditions(max_tokens=max_tokens, strings=stop or []),
+        )
+        if system is not None:
+            template.messages.append(ChatMessage(role="system", content=system))
+        run_chat(address, template, Console())
+
+
+@app.command()
+def generate(  # noqa: PLR0913 flags of the command
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = "",
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Answer one prompt. Standard output gets the answer's text and nothing else."""
+    if raw and system is not None:
+        raise typer.BadParameter("has no place in a --raw prompt", param_hint="--system")
+    with _one_line_errors():
+        request = GenerateRequest(
+            model=model,
+            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+            stop=StopConditions(max_tokens=max_tokens, strings=stop or []),
+        )
+        set_input(request, read_prompt(prompt, sys.stdin.buffer), raw=raw, system=system)
+        asyncio.run(run_generate(address, request, sys.stdout))
+
+
+@app.command()
+def status(address: Address = DEFAULT_ADDRESS) -> None:
+    """Show queues, workers and occupancy now."""
+    with _one_line_errors():
+        asyncio.run(show_status(address, Console()))
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Ends the command with one line on standard error and an exit code that is not 0."""
+    try:
+        yield
+    except (ServingError, StartupError) as error:
+        print(f"baton: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILURE) from None
+    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8 arrive as surrogates
+        print("baton: arguments must be UTF-8 text", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILURE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read the output is gone. Nothing may be flushed to it when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
