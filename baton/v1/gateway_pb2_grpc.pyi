@@ -38,6 +38,7 @@ class GatewayServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
     """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
     `finished`; or a non-OK status. Cancelling the call ends the generation.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Complete: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.CompleteResponse]
     """Generates and returns the whole text at once.
@@ -65,6 +66,7 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
     `finished`; or a non-OK status. Cancelling the call ends the generation.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Complete: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
     """Generates and returns the whole text at once.
@@ -95,6 +97,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
         """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
         `finished`; or a non-OK status. Cancelling the call ends the generation.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
     @_abc_1.abstractmethod
