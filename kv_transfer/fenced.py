@@ -83,7 +83,9 @@ class FencedReader:
     def __init__(self, peer: PeerKey, layout: KVLayout, memory: FencedMemory) -> None:
         self._peer = peer
         self._layout = layout
-        self._memory: FencedMemory | None = memory
+        self._memory = memory
+        self._closed = False
+        self._released = False
         self._piece_blocks = max(1, PIECE_BYTES // layout.block_bytes)
         self._lock = threading.Lock()
 
@@ -92,45 +94,50 @@ class FencedReader:
         started_s = time.perf_counter()
         destination = flat_blocks(into.tensor)
         with self._lock:
-            memory = self._open_memory()
-            self._require_readable(memory, descriptor, block_ids)
-            _require_fence(memory, descriptor)
+            self._require_open()
+            self._require_readable(descriptor, block_ids)
+            self._require_fence(descriptor)
         for start in range(0, len(block_ids), self._piece_blocks):
             piece = slice(start, start + self._piece_blocks)
             with self._lock:
-                memory = self._open_memory()
-                _copy(memory.blocks, destination, copy_runs(descriptor.block_ids[piece], block_ids[piece]))
-                _require_fence(memory, descriptor)
+                self._require_open()
+                _copy(self._memory.blocks, destination, copy_runs(descriptor.block_ids[piece], block_ids[piece]))
+                self._require_fence(descriptor)
         return ReadResult(
-            transport=memory.name,
+            transport=self._memory.name,
             num_bytes=len(block_ids) * self._layout.block_bytes,
             copy_s=time.perf_counter() - started_s,
         )
 
     def close(self) -> None:
         """See `KVReader.close`."""
+        # Set before the lock is asked for: a lock is not fair, and a running read could take it again and again.
+        self._closed = True
         with self._lock:
-            memory, self._memory = self._memory, None
-            if memory is not None:
-                memory.close()
+            if not self._released:
+                self._released = True
+                self._memory.close()
 
-    def _open_memory(self) -> FencedMemory:
-        if self._memory is None:
+    def _require_open(self) -> None:
+        if self._closed:
             raise PeerGoneError(f"the pool of {self._peer} was given up")
-        return self._memory
 
-    def _require_readable(self, memory: FencedMemory, descriptor: KVDescriptor, block_ids: Sequence[int]) -> None:
+    def _require_readable(self, descriptor: KVDescriptor, block_ids: Sequence[int]) -> None:
         if descriptor.peer != self._peer:
             raise PoolMismatchError(f"a lease of {descriptor.peer} cannot be read from the pool of {self._peer}")
         descriptor.require_fits(self._layout)
-        num_blocks = memory.blocks.shape[0]
+        num_blocks = self._memory.blocks.shape[0]
         if any(not 0 <= block_id < num_blocks for block_id in descriptor.block_ids):
             raise InvalidArgumentError("kv.block_ids", f"must be below {num_blocks}")
-        if not 0 <= descriptor.lease_slot < memory.num_slots:
-            raise InvalidArgumentError("kv.lease_slot", f"must be below {memory.num_slots}")
+        if not 0 <= descriptor.lease_slot < self._memory.num_slots:
+            raise InvalidArgumentError("kv.lease_slot", f"must be below {self._memory.num_slots}")
         if descriptor.generation == 0:  # the word of a slot without a lease
             raise InvalidArgumentError("kv.generation", "must not be 0")
         assert len(block_ids) == len(descriptor.block_ids), "as many blocks to fill as to read"
+
+    def _require_fence(self, descriptor: KVDescriptor) -> None:
+        if self._memory.fence(descriptor.lease_slot) != descriptor.generation:
+            raise StaleLeaseError(f"lease {descriptor.lease_id} ended before its blocks were read")
 
 
 def flat_blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,8 +148,3 @@ def flat_blocks(tensor: torch.Tensor) -> torch.Tensor:
 def _copy(source: torch.Tensor, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
     for from_id, to_id, length in runs:
         destination[to_id : to_id + length].copy_(source[from_id : from_id + length])
-
-
-def _require_fence(memory: FencedMemory, descriptor: KVDescriptor) -> None:
-    if memory.fence(descriptor.lease_slot) != descriptor.generation:
-        raise StaleLeaseError(f"lease {descriptor.lease_id} ended before its blocks were read")

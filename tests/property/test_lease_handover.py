@@ -1,0 +1,232 @@
+"""A handover under every order of events: crash, delay, duplicate and reordered messages, reuse of blocks.
+
+The model has one source (real LeaseTable, real BlockPool) and a reader that copies by pieces through the real
+FencedReader. Blocks hold the number of the attempt that wrote them, so a read of the wrong contents shows.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from baton.core.clock import ManualClock
+from baton.core.errors import ResourceExhaustedError
+from baton.core.model import KVLayout
+from baton.engine.block_pool import BlockPool, OutOfBlocksError
+from baton.engine.kv_pool import KVPool
+from kv_transfer.descriptor import KVDescriptor, PeerKey
+from kv_transfer.errors import LeaseNotFoundError, StaleLeaseError
+from kv_transfer.fenced import FencedReader
+from kv_transfer.lease import EndedLease, LeaseOutcome, LeaseTable
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype="float32")
+NUM_BLOCKS = 8
+NUM_SLOTS = 3
+LEASE_S = 5.0
+
+
+class Memory:
+    """The source's memory as a reader sees it; `before_fence` runs between a piece's copy and its check."""
+
+    name = "test"
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        self.words = [0] * NUM_SLOTS
+        self.blocks = storage.view(NUM_BLOCKS, -1)
+        self.before_fence = iter(())
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.words)
+
+    def store(self, slot: int, word: int) -> None:
+        self.words[slot] = word
+
+    def fence(self, slot: int) -> int:
+        for action in self.before_fence:
+            action()
+            break
+        return self.words[slot]
+
+    def close(self) -> None:
+        pass
+
+
+class Handover(RuleBasedStateMachine):
+    descriptors = Bundle("descriptors")
+    messages = Bundle("messages")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.lives = 0
+        self.attempts = 0
+        self.ended: dict[str, LeaseOutcome] = {}
+        self.granted: set[str] = set()
+        self.words_seen: set[tuple[str, int, int]] = set()
+        self.start_source()
+
+    def start_source(self) -> None:
+        self.lives += 1
+        self.peer = PeerKey("prefill", f"life-{self.lives}")
+        storage = torch.zeros(NUM_BLOCKS * LAYOUT.block_bytes, dtype=torch.uint8)
+        self.memory = Memory(storage)
+        self.source = KVPool(LAYOUT, NUM_BLOCKS, storage=storage)
+        self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
+        self.table = LeaseTable(self.memory, self.clock, lease_s=LEASE_S)
+        self.reader = FencedReader(self.peer, LAYOUT, self.memory)
+        self.reader._piece_blocks = 1
+
+    def free(self, ended: EndedLease | None) -> None:
+        if ended is None:
+            return
+        lease = ended.lease
+        assert lease.lease_id not in self.ended, "a lease ended twice"
+        assert self.memory.words[lease.slot] != lease.generation, "blocks named as ended before the fence was cleared"
+        self.ended[lease.lease_id] = ended.outcome
+        self.pool.free(lease.attempt_id, list(lease.block_ids))
+
+    @rule(target=descriptors, num_tokens=st.integers(1, 6))
+    def finish_prefill(self, num_tokens):
+        self.attempts += 1
+        attempt_id, lease_id = f"attempt-{self.attempts}", f"lease-{self.attempts}"
+        try:
+            block_ids = self.pool.allocate(attempt_id, LAYOUT.blocks_for(num_tokens))
+        except OutOfBlocksError:
+            return multiple()
+        self.source.tensor[block_ids] = float(self.attempts)
+        try:
+            lease = self.table.grant(lease_id, attempt_id, block_ids)
+        except ResourceExhaustedError:
+            self.pool.free(attempt_id, block_ids)
+            return multiple()
+        self.granted.add(lease_id)
+        word = (self.peer.incarnation, lease.slot, lease.generation)
+        assert lease.generation != 0
+        assert word not in self.words_seen, "a slot saw a generation twice"
+        self.words_seen.add(word)
+        return KVDescriptor(
+            lease_id=lease_id,
+            lease_slot=lease.slot,
+            generation=lease.generation,
+            worker_id=self.peer.worker_id,
+            incarnation=self.peer.incarnation,
+            address="",
+            block_ids=lease.block_ids,
+            num_tokens=num_tokens,
+            lease_s=LEASE_S,
+        )
+
+    @rule(target=messages, descriptor=descriptors, kind=st.sampled_from(["renew", "consumed", "abandoned"]))
+    def send(self, descriptor, kind):
+        return (kind, descriptor)
+
+    @rule(message=messages)
+    def deliver_and_keep(self, message):
+        """Messages stay in flight: any may arrive late, twice or after a later one."""
+        self.apply(message)
+
+    @rule(message=consumes(messages))
+    def lose(self, message):
+        pass
+
+    def apply(self, message) -> None:
+        kind, descriptor = message
+        if descriptor.peer != self.peer:  # the servicer answers for former lives by itself
+            return
+        if kind == "renew":
+            live = descriptor.lease_id not in self.ended
+            try:
+                assert self.table.renew(descriptor.lease_id) == LEASE_S
+                assert live
+            except LeaseNotFoundError:
+                assert not live
+        else:
+            self.free(self.table.release(descriptor.lease_id, LeaseOutcome(kind)))
+
+    @rule(
+        descriptor=descriptors,
+        data=st.data(),
+        happening=st.sampled_from(["nothing", "expiry", "release", "release and reuse"]),
+        at_check=st.integers(0, 3),
+    )
+    def read(self, descriptor, data, happening, at_check):
+        """A read, with one thing happening at the source before the fence is checked for the n-th time."""
+        if descriptor.peer != self.peer:
+            return
+
+        def happen() -> None:
+            if happening == "expiry":
+                self.clock.advance(LEASE_S)
+                self.sweep()
+            elif happening.startswith("release"):
+                self.apply(("abandoned", descriptor))
+            if happening == "release and reuse":
+                self.finish_prefill_unseen()
+
+        self.memory.before_fence = iter([*[lambda: None] * at_check, happen])
+        into = KVPool(LAYOUT, NUM_BLOCKS)
+        block_ids = data.draw(st.permutations(range(NUM_BLOCKS)))[: len(descriptor.block_ids)]
+        try:
+            result = self.reader.read(descriptor, into, block_ids)
+        except StaleLeaseError:
+            assert descriptor.lease_id in self.ended
+        else:
+            expected = float(descriptor.lease_id.removeprefix("lease-"))
+            assert bool((into.tensor[block_ids] == expected).all()), "something else was read as this lease's blocks"
+            untouched = sorted(set(range(NUM_BLOCKS)) - set(block_ids))
+            assert not into.tensor[untouched].any()
+            assert result.num_bytes == len(block_ids) * LAYOUT.block_bytes
+        finally:
+            self.memory.before_fence = iter(())
+
+    def finish_prefill_unseen(self) -> None:
+        """Another prompt takes every free block at once, and the longest free slot."""
+        self.attempts += 1
+        attempt_id, lease_id = f"attempt-{self.attempts}", f"lease-{self.attempts}"
+        block_ids = self.pool.allocate(attempt_id, self.pool.num_free)
+        self.source.tensor[block_ids] = float(self.attempts)
+        try:
+            self.table.grant(lease_id, attempt_id, block_ids)
+        except ResourceExhaustedError:
+            self.pool.free(attempt_id, block_ids)
+        else:
+            self.granted.add(lease_id)
+
+    @rule(seconds=st.floats(0, 2 * LEASE_S))
+    def wait(self, seconds):
+        self.clock.advance(seconds)
+
+    @rule()
+    def sweep(self):
+        for ended in self.table.expire():
+            self.free(ended)
+
+    @precondition(lambda self: self.granted)
+    @rule()
+    def crash_and_restart_source(self):
+        """Nothing of the old life's ends is heard; its memory is gone with it."""
+        for lease_id in self.granted - set(self.ended):
+            self.ended[lease_id] = LeaseOutcome.ABANDONED
+        self.start_source()
+
+    @invariant()
+    def nothing_leaks(self):
+        live = self.granted - set(self.ended)
+        assert self.table.num_active == len(live)
+        assert len([word for word in self.memory.words if word]) == len(live)
+        self.table.check_integrity()
+        self.pool.check_integrity()
+
+    def teardown(self):
+        self.clock.advance(LEASE_S)
+        self.sweep()
+        assert self.pool.num_used == 0
+        assert not any(self.memory.words)
+        assert self.granted == set(self.ended)
+
+
+TestHandover = Handover.TestCase
+TestHandover.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
