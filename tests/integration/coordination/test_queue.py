@@ -1,0 +1,306 @@
+"""Admission, grants and releases on one healthy Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from baton.coordination.queue import ClassLimits
+from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
+from baton.core.workers import Grant, Route, WorkerState
+from tests.fixtures.coordination import CLASSES, Stage, record, ticket
+
+
+async def nothing_is_granted(*places) -> None:
+    """The dispatcher had its chance: one more round trip than it needs, and no grant."""
+    for place in places:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await place.granted()
+
+
+async def test_admits_grants_and_frees(stage: Stage):
+    await stage.workers("p1", "d1")
+    async with stage.gateway() as queue:
+        async with queue.admit(ticket("1")) as place:
+            grant = await place.granted()
+            assert (place.position, grant.prefill, grant.decode) == (0, record("p1"), record("d1"))
+            assert [(v.granted_blocks, v.granted_seqs) for v in await queue.workers()] == [(10, 1), (10, 1)]
+            await place.release_prefill()
+            await place.release_prefill()
+            held = {v.record.worker_id: (v.granted_blocks, v.granted_seqs) for v in await queue.workers()}
+            assert held == {"d1": (10, 1), "p1": (0, 0)}
+            assert await queue.check_integrity() == []
+        await stage.assert_idle(queue)
+        assert queue.num_live == 0
+
+
+async def test_a_class_is_first_in_first_out(stage: Stage):
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with stage.gateway() as queue:
+        done: list[str] = []
+
+        async def serve(name: str) -> None:
+            async with queue.admit(ticket(name)) as place:
+                grant = await place.granted()
+                assert grant.queue_s >= 0
+                done.append(name)
+
+        async with queue.admit(ticket("first")) as first, asyncio.TaskGroup() as tasks:
+            await first.granted()
+            for i in range(8):
+                tasks.create_task(serve(f"{i}"))
+                await stage.eventually(lambda i=i: waiting_is(queue, i + 1))
+            await first.__aexit__(None, None, None)
+        assert done == [f"{i}" for i in range(8)]
+        await stage.assert_idle(queue)
+
+
+async def waiting_is(queue, count: int, name: str = "chat") -> bool:
+    return next(row.num_waiting for row in await queue.status() if row.name == name) == count
+
+
+async def test_position_counts_who_is_ahead(stage: Stage):
+    async with stage.gateway() as queue, AsyncExitStack() as stack:
+        for i in range(3):
+            place = await stack.enter_async_context(queue.admit(ticket(str(i))))
+            assert place.position == i
+        other = await stack.enter_async_context(queue.admit(ticket("x", queue_class="long")))
+        assert other.position == 0
+        chat, long = await queue.status()
+        assert (chat.num_waiting, chat.waiting_tokens, long.num_waiting) == (3, 480, 1)
+        assert chat.oldest_wait_s > 0
+
+
+async def test_a_class_without_credit_blocks_no_other(stage: Stage):
+    await stage.workers("p1", "d1", num_blocks=30)
+    async with stage.gateway() as queue:
+        big = ticket("big", queue_class="long", prompt_tokens=320)  # 20 of 30 blocks: fits, but not beside two chats
+        async with queue.admit(ticket("1")) as one, queue.admit(ticket("2")) as two:
+            await one.granted()
+            await two.granted()
+            async with queue.admit(big) as blocked, queue.admit(ticket("3")) as three:
+                await three.granted()
+                await nothing_is_granted(blocked)
+                await three.__aexit__(None, None, None)
+                await one.__aexit__(None, None, None)
+                async with asyncio.timeout(2):
+                    await blocked.granted()
+        await stage.assert_idle(queue)
+
+
+async def test_prefills_of_a_class_are_bounded(stage: Stage):
+    await stage.workers("p1", "d1")
+    async with stage.gateway() as queue:
+        first, second = (ticket(name, queue_class="long") for name in "12")
+        async with queue.admit(first) as one, queue.admit(second) as two:
+            await one.granted()
+            await nothing_is_granted(two)
+            await one.release_prefill()
+            async with asyncio.timeout(2):
+                await two.granted()
+        await stage.assert_idle(queue)
+
+
+async def test_classes_take_turns_by_weight(stage: Stage):
+    classes = {
+        "chat": ClassLimits(max_waiting=50, max_waiting_tokens=99999, weight=3.0),
+        "long": ClassLimits(max_waiting=50, max_waiting_tokens=99999, weight=1.0),
+    }
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    order: list[str] = []
+    async with stage.gateway(classes=classes) as queue, queue.admit(ticket("hold")) as hold:
+        await hold.granted()
+
+        async def serve(name: str, queue_class: str) -> None:
+            async with queue.admit(ticket(name, queue_class=queue_class)) as place:
+                await place.granted()
+                order.append(queue_class)
+
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(12):
+                tasks.create_task(serve(f"c{i}", "chat"))
+                tasks.create_task(serve(f"l{i}", "long"))
+            await stage.eventually(lambda: waiting_is(queue, 12))
+            await stage.eventually(lambda: waiting_is(queue, 12, "long"))
+            await hold.__aexit__(None, None, None)
+        for turns in (8, 16):
+            assert abs(order[:turns].count("chat") - turns * 3 / 4) <= 1
+        await stage.assert_idle(queue)
+
+
+async def test_full_is_refused_with_a_time(stage: Stage):
+    async with stage.gateway() as queue, AsyncExitStack() as stack:
+        for i in range(4):
+            await stack.enter_async_context(queue.admit(ticket(str(i), queue_class="long")))
+        with pytest.raises(ResourceExhaustedError, match="4 requests wait, the limit is 4 requests") as refused:
+            await stack.enter_async_context(queue.admit(ticket("5", queue_class="long")))
+        assert refused.value.retry_after_s is not None
+        assert 0.1 <= refused.value.retry_after_s <= 60
+        await stack.enter_async_context(queue.admit(ticket("c1", prompt_tokens=4900)))
+        with pytest.raises(ResourceExhaustedError, match="the limit is 5000 prompt tokens"):
+            await stack.enter_async_context(queue.admit(ticket("c2", prompt_tokens=101)))
+        await stack.enter_async_context(queue.admit(ticket("c3", prompt_tokens=100)))
+        assert queue.num_live == 6
+        assert await queue.check_integrity() == []
+    async with stage.gateway() as queue:
+        await stage.assert_idle(queue)
+
+
+async def test_a_live_request_is_not_run_twice(stage: Stage):
+    async with stage.gateway("g1") as mine, stage.gateway("g2") as other, mine.admit(ticket("1")):
+        for queue in (mine, other):
+            with pytest.raises(AlreadyExistsError, match="r-1"):
+                await queue.admit(ticket("again", request_id="r-1")).__aenter__()
+        assert await waiting_is(other, 1)
+        assert await mine.check_integrity() == []
+    async with stage.gateway("g3") as queue, queue.admit(ticket("2", request_id="r-1")) as place:
+        assert place.position == 0
+
+
+async def test_a_repeated_command_charges_once(stage: Stage):
+    """What the client library does when a connection breaks after the script ran."""
+    await stage.workers("p1", "d1")
+    async with stage.gateway() as queue:
+        commands = queue._commands
+        once = commands.call
+
+        async def twice(name: str, *args):
+            await once(name, *args)
+            return await once(name, *args)
+
+        commands.call = twice
+        async with queue.admit(ticket("1")) as place:
+            await place.granted()
+            assert [(v.granted_blocks, v.granted_seqs) for v in await queue.workers()] == [(10, 1), (10, 1)]
+            await place.release_prefill()
+            assert await queue.check_integrity() == []
+        await stage.assert_idle(queue)
+
+
+async def test_two_gateways_share_a_queue(stage: Stage):
+    """The one that frees credit grants it to the other's head, which hears of it at once."""
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with (
+        stage.gateway("g1", tick_s=30.0, lease_s=90.0) as one,
+        stage.gateway("g2", tick_s=30.0, lease_s=90.0) as two,
+        two.admit(ticket("2")) as held,
+    ):
+        await held.granted()
+        async with one.admit(ticket("1")) as waiting:
+            await nothing_is_granted(waiting)
+            await held.__aexit__(None, None, None)
+            async with asyncio.timeout(1):
+                await waiting.granted()
+        await stage.assert_idle(one)
+
+
+async def test_credit_is_never_given_twice(stage: Stage):
+    """Four gateways fight for little credit."""
+    await stage.workers("p1", "p2", "d1", "d2", max_num_seqs=2, num_blocks=25)
+    running: dict[str, int] = {}
+    peak: dict[str, int] = {}
+
+    async def serve(queue, name: str) -> None:
+        async with queue.admit(ticket(name)) as place:
+            grant: Grant = await place.granted()
+            for worker in (grant.prefill.worker_id, grant.decode.worker_id):
+                running[worker] = running.get(worker, 0) + 1
+                peak[worker] = max(peak.get(worker, 0), running[worker])
+            await asyncio.sleep(0)
+            for worker in (grant.prefill.worker_id, grant.decode.worker_id):
+                running[worker] -= 1
+
+    async with AsyncExitStack() as stack:
+        queues = [await stack.enter_async_context(stage.gateway(f"g{i}", tick_s=0.5)) for i in range(4)]
+        async with stage.beating("p1", "p2", "d1", "d2", max_num_seqs=2, num_blocks=25):
+            async with asyncio.TaskGroup() as tasks:
+                for i in range(40):
+                    tasks.create_task(serve(queues[i % 4], str(i)))
+        assert max(peak.values()) == 2
+        await stage.assert_idle(queues[0])
+
+
+async def test_a_heartbeat_wakes_the_queue(stage: Stage):
+    async with stage.gateway(tick_s=30.0, lease_s=90.0) as queue, queue.admit(ticket("1")) as place:
+        await stage.workers("p1")
+        await nothing_is_granted(place)
+        await stage.workers("d1", state=WorkerState.DRAINING)
+        await nothing_is_granted(place)
+        await stage.workers("d1")
+        async with asyncio.timeout(1):
+            await place.granted()
+
+
+async def test_the_script_checks_what_the_route_chose(stage: Stage):
+    """A route that sees credit where there is none gets nothing, and does not spin."""
+    calls = 0
+
+    def careless(wanted, views):
+        nonlocal calls
+        calls += 1
+        return Route(prefill_id="p1", decode_id="d1", prefill_blocks=101, decode_blocks=1)
+
+    await stage.workers("p1", "d1")
+    async with stage.gateway(route=careless, tick_s=30.0, lease_s=90.0) as queue, queue.admit(ticket("1")) as place:
+        await nothing_is_granted(place)
+        assert 1 <= calls <= 6
+        assert await queue.check_integrity() == []
+
+
+@pytest.mark.parametrize("rounds", range(12))
+async def test_cancelling_at_any_point_frees_once(stage: Stage, rounds: int):
+    await stage.workers("p1", "d1")
+    async with stage.gateway() as queue:
+
+        async def serve() -> None:
+            async with queue.admit(ticket("1")) as place:
+                await place.granted()
+                await place.release_prefill()
+
+        task = asyncio.create_task(serve())
+        for _ in range(rounds):
+            await asyncio.sleep(0.0004)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await stage.eventually(lambda: ended(stage), within_s=1.0)
+        await stage.assert_idle(queue)
+        async with queue.admit(ticket("2", request_id="r-1")) as place:
+            await place.granted()
+
+
+async def ended(stage: Stage) -> bool:
+    return not await stage.connection.commands.exists(*[key for key in tickets_and_grants()])
+
+
+def tickets_and_grants() -> list[str]:
+    from tests.fixtures.coordination import KEYS
+
+    return [KEYS.all[5], KEYS.all[8]]
+
+
+async def test_ending_the_queue_frees_what_it_holds(stage: Stage):
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with stage.gateway("g1") as watcher:
+        async with stage.gateway("g2") as queue:
+            granted = await queue.admit(ticket("1")).__aenter__()
+            await granted.granted()
+            waiting = await queue.admit(ticket("2")).__aenter__()
+        with pytest.raises(UnavailableError):
+            await waiting.granted()
+        await granted.__aexit__(None, None, None)
+        await stage.assert_idle(watcher)
+        with pytest.raises(UnavailableError):
+            await queue.admit(ticket("3")).__aenter__()
+
+
+async def test_classes_that_only_others_know_are_left_to_them(stage: Stage):
+    await stage.workers("p1", "d1")
+    only_long = {"long": CLASSES["long"]}
+    async with stage.gateway("g1", classes=only_long) as narrow, stage.gateway("g2") as wide:
+        async with wide.admit(ticket("c")) as chat, narrow.admit(ticket("l", queue_class="long")) as long:
+            await chat.granted()
+            await long.granted()
+        await stage.assert_idle(narrow)
