@@ -22,6 +22,17 @@ class ServingError(Exception):
         self.reason = reason or self.default_reason
         self.metadata = metadata or {}
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross from engine to server processes; by default pickle would call each class with its message only.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[ServingError], args: tuple[object, ...], attributes: dict[str, object]) -> ServingError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
 
 class InvalidArgumentError(ServingError):
     """A field is malformed, whatever the state of the service."""

@@ -46,16 +46,18 @@ class Attempt(Generic[EventT]):
         self._error: ServingError | None = None
         self.is_over = False
 
-    async def next_events(self) -> list[EventT]:
-        """All events that have come since the last call; waits for one. Raises what took the engine away."""
+    async def next_event(self) -> EventT:
+        """The next event; waits for it. Raises what took the engine away."""
         while not self._events:
             if self._error is not None:
                 raise self._error
             self._changed.clear()
             await self._changed.wait()
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self._events.popleft()
+
+    def peek(self) -> EventT | None:
+        """The next event if it is here already; it stays the next one."""
+        return self._events[0] if self._events else None
 
     def put(self, event: EventT) -> None:
         """Adds an event."""
@@ -78,13 +80,13 @@ class EngineClient(Generic[EventT]):
     """
 
     def __init__(
-        self, process: EngineProcess[Any, EventBatch], clock: Clock, on_batch: Callable[[EventBatch], None]
+        self, process: EngineProcess[Any, EventBatch], clock: Clock, *observers: Callable[[EventBatch], None]
     ) -> None:
-        self.facts = process.facts
+        """`observers` see each batch before those who read the attempts do."""
         self.stats = EngineStats()
         self._process = process
         self._clock = clock
-        self._on_batch = on_batch
+        self._observers = observers
         self._attempts: dict[str, Attempt[EventT]] = {}
         self._all_over = asyncio.Event()
         self._all_over.set()
@@ -96,6 +98,10 @@ class EngineClient(Generic[EventT]):
     def num_attempts(self) -> int:
         """Attempts that are not over."""
         return len(self._attempts)
+
+    def has_attempt(self, attempt_id: str) -> bool:
+        """Whether the attempt is not over."""
+        return attempt_id in self._attempts
 
     @property
     def busy_without_progress_s(self) -> float:
@@ -147,12 +153,13 @@ class EngineClient(Generic[EventT]):
         self.stats = batch.stats
         is_busy = batch.stats.has_work or batch.num_commands < self._num_sent
         self._busy_since_s = self._clock.monotonic_s() if is_busy else None
+        for observe in self._observers:
+            observe(batch)
         for event in batch.events:
             attempt = self._attempts[event.attempt_id]
             attempt.put(event)
             if event.is_last:
                 self._forget(event.attempt_id)
-        self._on_batch(batch)
 
     def _forget(self, attempt_id: str) -> None:
         del self._attempts[attempt_id]

@@ -1,0 +1,43 @@
+"""Settings that both workers have."""
+
+from __future__ import annotations
+
+import socket
+
+from pydantic import Field
+
+from baton.core.settings import (
+    ComponentSettings,
+    EngineSettings,
+    ModelSettings,
+    RedisSettings,
+    ServerSettings,
+    TelemetrySettings,
+)
+
+WORKER_ID_PATTERN = r"^[A-Za-z0-9._-]{1,128}$"
+
+
+def host_name() -> str:
+    """This machine's name, as a part of a worker's default id."""
+    return socket.gethostname()[:100]
+
+
+class WorkerSettings(ComponentSettings):
+    """Base of the two workers' settings."""
+
+    model: ModelSettings
+    redis: RedisSettings = RedisSettings()
+    server: ServerSettings = ServerSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    engine: EngineSettings = EngineSettings()
+    max_waiting: int = Field(default=256, ge=1, description="Most requests inside the worker; more are refused")
+    heartbeat_s: float = Field(
+        default=0.5, ge=0.05, le=1, allow_inf_nan=False, description="Time between heartbeats, seconds"
+    )
+    stall_s: float = Field(
+        default=30.0,
+        ge=0.1,
+        allow_inf_nan=False,
+        description="With work to do and nothing to show for so long the worker calls itself NOT_SERVING, seconds",
+    )

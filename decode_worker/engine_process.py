@@ -1,0 +1,55 @@
+"""The decode worker's engine process: owns the model, the KV blocks and the view of its peers' pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.core.clock import SystemClock
+from baton.engine.block_pool import BlockPool
+from baton.telemetry.logging import setup_logging
+from baton.worker.engine_loop import EngineLoop
+from baton.worker.start_up import load
+from decode_worker.copier import ThreadCopier
+from decode_worker.engine_core import DecodeCore
+from kv_transfer.readers import PeerReaders
+
+if TYPE_CHECKING:
+    from baton.core.model import KVLayout
+    from baton.engine.channel import ChildChannel
+    from baton.engine.kv_pool import KVPool
+    from baton.worker.engine_loop import EventBatch
+    from decode_worker.messages import DecodeCommand
+    from decode_worker.settings import DecodeWorkerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSpec:
+    """What the engine process is started with."""
+
+    settings: DecodeWorkerSettings
+
+
+def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: DecodeSpec) -> None:
+    """The engine process's whole life. Its facts are `EngineFacts`."""
+    from baton.engine.kv_pool import KVPool
+    from kv_transfer.shm import ShmReader
+
+    settings = spec.settings
+    setup_logging(settings.telemetry, "decode_engine")
+
+    def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
+        return KVPool(layout, num_blocks, device=settings.engine.device)
+
+    loaded = load(settings.model, settings.engine, make_pool)
+    facts = loaded.facts
+    copier = ThreadCopier(PeerReaders(lambda pool: ShmReader.open(pool, facts.layout)), loaded.pool, channel.wake)
+    try:
+        clock = SystemClock()
+        core = DecodeCore(
+            BlockPool(facts.num_blocks, facts.layout.block_size), settings.engine.max_num_seqs, copier, clock
+        )
+        channel.ready(facts)
+        EngineLoop(core, loaded.executor, clock).run(channel)
+    finally:
+        copier.close()

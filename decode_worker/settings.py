@@ -1,0 +1,30 @@
+"""Settings of the decode worker."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
+
+
+class DecodeWorkerSettings(WorkerSettings):
+    """A worker that takes KV caches over and generates in one continuous batch."""
+
+    class_name: ClassVar[str] = "decode_worker"
+
+    worker_id: str = Field(
+        default_factory=lambda: f"decode-{host_name()}",
+        pattern=WORKER_ID_PATTERN,
+        description="Unique name, stable over restarts; default: decode-<host name>, so set it for two on one host",
+    )
+
+    @model_validator(mode="after")
+    def _check_batch_fits_budget(self) -> Self:
+        if self.engine.max_num_seqs > self.engine.max_num_batched_tokens:
+            raise ValueError(
+                f"engine.max_num_seqs: {self.engine.max_num_seqs} sequences take a token each in a step, more than "
+                f"engine.max_num_batched_tokens {self.engine.max_num_batched_tokens}"
+            )
+        return self

@@ -1,0 +1,38 @@
+"""Settings of the prefill worker."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from pydantic import Field
+
+from baton.core.settings import LeaseSettings
+from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
+from prefill_worker.scheduler import PrefillLimits
+
+
+class PrefillWorkerSettings(WorkerSettings):
+    """A worker that turns prompts into KV caches and first tokens."""
+
+    class_name: ClassVar[str] = "prefill_worker"
+
+    lease: LeaseSettings = LeaseSettings()
+    worker_id: str = Field(
+        default_factory=lambda: f"prefill-{host_name()}",
+        pattern=WORKER_ID_PATTERN,
+        description="Unique name, stable over restarts; default: prefill-<host name>, so set it for two on one host",
+    )
+    oldest_share: float = Field(
+        default=0.25, gt=0, le=1, description="Share of each step's tokens that the oldest prompt is sure to get"
+    )
+
+    @property
+    def limits(self) -> PrefillLimits:
+        """What the scheduler may do."""
+        budget = self.engine.max_num_batched_tokens
+        return PrefillLimits(
+            max_num_batched_tokens=budget,
+            max_num_seqs=self.engine.max_num_seqs,
+            guaranteed_tokens=math.ceil(budget * self.oldest_share),
+        )
