@@ -6,12 +6,11 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from baton.cli import launch
+from baton.core import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,9 +58,8 @@ class Child:
         self.address = address
         self._on_line = on_line
         self._last_error_line = ""
-        launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
         self._process = subprocess.Popen(
-            [*launcher, *argv],
+            launch.bound_to_this_process(argv, signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
