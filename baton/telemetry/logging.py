@@ -42,7 +42,13 @@ def setup_logging(settings: TelemetrySettings, component: str, stream: TextIO = 
     if settings.log_format == "json":
         last += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        last.append(structlog.dev.ConsoleRenderer(colors=stream.isatty()))
+        last.append(
+            structlog.dev.ConsoleRenderer(
+                # The default formatter shows local variables, and prompts are among them.
+                colors=stream.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        )
     handler = logging.StreamHandler(stream)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=last))
     root = logging.getLogger()
