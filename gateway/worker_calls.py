@@ -56,6 +56,7 @@ class FirstToken:
 class Handover:
     """The decode worker has the KV cache."""
 
+    transport: str
     num_bytes: int
 
 
@@ -73,7 +74,7 @@ class DecodeEnd:
     reason: FinishReason | None
 
 
-DecodeEvent: TypeAlias = Handover | NewTokens | DecodeEnd
+DecodeEvent: TypeAlias = NewTokens | DecodeEnd
 
 
 class WorkerCalls:
@@ -192,36 +193,38 @@ class PrefillCall(_WorkerCall):
 
 
 class DecodeCall(_WorkerCall):
-    """One decode: a `Handover`, then `NewTokens`, then a `DecodeEnd`."""
+    """One decode: `handover`, then `next` until a `DecodeEnd`."""
 
     def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
         super().__init__(stream, attempt)
         # The first token has the position after the prompt; the decode worker begins with the one after that.
         self._next_position = len(attempt.token_ids) + 1
         self._end_position = len(attempt.token_ids) + attempt.stop.max_tokens
-        self._has_cache = False
+
+    async def handover(self) -> Handover:
+        """Waits until the worker has the KV cache."""
+        kind, event = await self._event()
+        if kind != "handover":
+            raise self._stream.fault(f"sent {kind} before it had the KV cache")
+        return Handover(transport=event.transport, num_bytes=event.num_bytes)
 
     async def next(self) -> DecodeEvent:
-        """Waits for the next event. Nothing may be asked for after a `DecodeEnd`."""
+        """Waits for the next event after the handover. Nothing may be asked for after a `DecodeEnd`."""
+        kind, event = await self._event()
+        if kind == "tokens":
+            return self._tokens(event)
+        if kind == "finished":
+            return DecodeEnd(read_finish_reason(event.reason))
+        raise self._stream.fault("took the KV cache over twice")
+
+    async def _event(self) -> tuple[str, Any]:
         while (response := await self._stream.read()) is not None:
-            kind = response.WhichOneof("event")
-            if kind == "handover":
-                return self._handover(response.handover)
-            if kind == "tokens":
-                return self._tokens(response.tokens)
-            if kind == "finished":
-                return DecodeEnd(read_finish_reason(response.finished.reason))
+            # Events that this version does not know are passed over.
+            if (kind := response.WhichOneof("event")) is not None:
+                return kind, getattr(response, kind)
         raise self._stream.cut_short()
 
-    def _handover(self, handover: decode_pb2.HandoverDone) -> Handover:
-        if self._has_cache:
-            raise self._stream.fault("took the KV cache over twice")
-        self._has_cache = True
-        return Handover(handover.num_bytes)
-
     def _tokens(self, tokens: decode_pb2.DecodedTokens) -> NewTokens:
-        if not self._has_cache:
-            raise self._stream.fault("generated before it had the KV cache")
         if tokens.first_position != self._next_position:
             raise self._stream.fault(
                 f"sent tokens from position {tokens.first_position}, expected {self._next_position}"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from baton.coordination.client import connect
+from baton.coordination.keys import Keys
+from baton.coordination.queue import AdmissionQueue, ClassLimits, QueueConfig
+from baton.core.clock import SystemClock
+from baton.core.ids import new_incarnation
+from baton.rpc.channels import ChannelPool
+from baton.rpc.lifecycle import run_component
+from baton.rpc.server import ServingServer
+from baton.telemetry.instruments import GatewayInstruments, new_registry
+from baton.telemetry.logging import setup_logging
+from baton.telemetry.metrics import start_metrics
+from baton.telemetry.tracing import setup_tracing
+from baton.v1 import gateway_pb2, gateway_pb2_grpc
+from gateway.classes import CHAT, LONG
+from gateway.fleet import Fleet
+from gateway.routing import Router
+from gateway.served_model import load_served_model
+from gateway.service import GatewayServicer, RequestSettings
+from gateway.session import SessionServices
+from gateway.settings import GatewaySettings, QueueClassSettings
+from gateway.tokenization import Tokenizer, TokenizerPool
+from gateway.worker_calls import WorkerCalls
+
+if TYPE_CHECKING:
+    from gateway.served_model import ServedModel
+
+_log = logging.getLogger("gateway")
+
+_FLEET_INTERVAL_S = 0.5
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Runs a gateway until `stop` is set, then drains it. StartupError when it cannot start."""
+    setup_logging(settings.telemetry, "gateway")
+    tokenizer, model = await asyncio.to_thread(_load_model, settings)
+    incarnation = new_incarnation()
+    async with AsyncExitStack() as stack:
+        tracing = setup_tracing(settings.telemetry, "gateway", incarnation)
+        stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
+        registry = new_registry()
+        instruments = GatewayInstruments(registry)
+        if metrics := start_metrics(settings.telemetry, registry, settings.server.host):
+            stack.push_async_callback(asyncio.to_thread, metrics.close)
+        connection = await connect(settings.redis)
+        stack.push_async_callback(connection.close)
+        channels = ChannelPool(max_message_bytes=settings.server.max_message_bytes, tracer=tracing.tracer)
+        stack.push_async_callback(channels.close)
+        pool = TokenizerPool(
+            tokenizer, num_threads=settings.limits.tokenizer_threads, max_pending=settings.limits.max_pending_texts
+        )
+        stack.callback(pool.close)
+        router = Router(model.fingerprint)
+        queue = AdmissionQueue(
+            connection,
+            Keys(settings.redis.namespace, model.name),
+            router.choose_route,
+            QueueConfig(
+                gateway_id=incarnation,
+                classes={CHAT: _class_limits(settings.queue.chat), LONG: _class_limits(settings.queue.long)},
+            ),
+        )
+        services = SessionServices(
+            model=model,
+            tokenizer=pool,
+            queue=queue,
+            router=router,
+            workers=WorkerCalls(channels),
+            tracer=tracing.tracer,
+            queue_timeout_s=settings.queue.timeout_s,
+            long_prompt_tokens=settings.queue.long_prompt_tokens,
+        )
+        requests = RequestSettings(
+            clock=SystemClock(), instruments=instruments, request_timeout_s=settings.limits.request_timeout_s
+        )
+        server = ServingServer(settings.server, tracing.tracer)
+        server.add(
+            gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
+            GatewayServicer(services, requests),
+            gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"],
+        )
+        fleet = Fleet(queue, router, channels, server)
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(queue.run()),
+                tasks.create_task(
+                    fleet.follow(interval_s=_FLEET_INTERVAL_S, call_grace_s=settings.limits.request_timeout_s)
+                ),
+            ]
+            try:
+                await server.start()
+                _log.info("listening", extra={"address": server.address, "model": model.name})
+                await stop.wait()
+            finally:
+                # Running requests end before what they hold on to: the queue's tasks give their credit back.
+                await server.drain()
+                for task in background:
+                    task.cancel()
+
+
+def _load_model(settings: GatewaySettings) -> tuple[Tokenizer, ServedModel]:
+    tokenizer = Tokenizer.load(settings.model.path)
+    model = load_served_model(settings.model, tokenizer, default_max_tokens=settings.limits.default_max_tokens)
+    return tokenizer, model
+
+
+def _class_limits(settings: QueueClassSettings) -> ClassLimits:
+    return ClassLimits(
+        max_waiting=settings.max_waiting,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        max_prefills=settings.max_prefills,
+        weight=settings.weight,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_component(GatewaySettings, serve, sys.argv[1:]))
