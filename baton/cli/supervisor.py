@@ -191,7 +191,8 @@ class Supervisor:
 
     def _give_up(self, slot: _Slot, ended: ChildExit) -> None:
         if self._failure is None:
-            self._failure = StartupError(f"{slot.spec.name}: {ended.reason}")
+            name = slot.spec.name  # a component's own line begins with it
+            self._failure = StartupError(f"{name}: {ended.reason.removeprefix(f'{name}: ')}")
         self._stop.set()
 
     async def _end_all(self) -> None:

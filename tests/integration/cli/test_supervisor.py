@@ -60,7 +60,7 @@ def test_killed_child_comes_back_and_its_helpers_are_gone(supervise):
 
 
 def test_child_that_cannot_start_ends_all_with_its_reason(supervise):
-    running = supervise([child("other")], [child("worker", "--refuse", "model.path: /nowhere is no folder")])
+    running = supervise([child("other")], [child("worker", "--refuse", "worker: model.path: /nowhere is no folder")])
     assert running.wait_end() == 1
     assert running.events[-1] == {"failure": "worker: model.path: /nowhere is no folder"}
     assert len(running.pids("worker")) == 1
