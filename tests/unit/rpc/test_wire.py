@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgumentError
 from baton.rpc.wire import explain_malformed
 from baton.v1 import common_pb2, gateway_pb2
+
+if TYPE_CHECKING:
+    from baton.core.errors import InvalidArgumentError
 
 REQUEST = gateway_pb2.GenerateRequest
 
