@@ -9,6 +9,8 @@ from baton.core.workers import WorkerRecord, WorkerRole, WorkerState
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.worker.engine_loop import EngineStats
     from baton.worker.start_up import EngineFacts
 
@@ -24,12 +26,12 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
-    """What does not change in one life of a worker."""
+    """What does not change in one life of a worker. `address` answers once the server has started."""
 
     worker_id: str
     incarnation: str
     role: WorkerRole
-    address: str
+    address: Callable[[], str]
     host_id: str
     max_num_seqs: int
     facts: EngineFacts
@@ -41,7 +43,7 @@ class WorkerDescription:
             incarnation=self.incarnation,
             role=self.role,
             state=state,
-            address=self.address,
+            address=self.address(),
             host_id=self.host_id,
             fingerprint=self.facts.fingerprint,
             block_size=self.facts.layout.block_size,
@@ -61,7 +63,7 @@ class WorkerDescription:
             incarnation=self.incarnation,
             role=_ROLES[self.role],
             state=_STATES[state],
-            address=self.address,
+            address=self.address(),
             fingerprint=common_pb2.ModelFingerprint(
                 model=fingerprint.model,
                 weights=fingerprint.weights,

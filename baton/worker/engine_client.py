@@ -79,14 +79,11 @@ class EngineClient(Generic[EventT]):
     again while its blocks are in use, and a draining worker knows what it waits for.
     """
 
-    def __init__(
-        self, process: EngineProcess[Any, EventBatch], clock: Clock, *observers: Callable[[EventBatch], None]
-    ) -> None:
-        """`observers` see each batch before those who read the attempts do."""
+    def __init__(self, process: EngineProcess[Any, EventBatch], clock: Clock) -> None:
         self.stats = EngineStats()
         self._process = process
         self._clock = clock
-        self._observers = observers
+        self._observers: list[Callable[[EventBatch], None]] = []
         self._attempts: dict[str, Attempt[EventT]] = {}
         self._all_over = asyncio.Event()
         self._all_over.set()
@@ -107,6 +104,10 @@ class EngineClient(Generic[EventT]):
     def busy_without_progress_s(self) -> float:
         """How long the engine has had something to do and shown nothing for it, in seconds."""
         return 0.0 if self._busy_since_s is None else self._clock.monotonic_s() - self._busy_since_s
+
+    def add_observer(self, observe: Callable[[EventBatch], None]) -> None:
+        """Has `observe` called with each batch, before those who read the attempts see it."""
+        self._observers.append(observe)
 
     def start(self, attempt_id: str, command: Any) -> Attempt[EventT]:
         """Sends an attempt's first command. AlreadyExistsError while the id is in use; UnavailableError when dead."""

@@ -5,7 +5,8 @@ loop guarantees:
 
 - Commands are applied before each step, and again after it before its outputs are: an attempt that was
   cancelled during its last step never looks like a success.
-- Every command and every step is answered by a batch, so that the server process can tell busy from stuck.
+- Every step, and every command where no step follows it, is answered by a batch, so that the server process can
+  tell busy from stuck.
 - A step that fails takes down only the attempts that it computed.
 - Time passes for leases also when nobody sends anything.
 """
@@ -60,7 +61,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """All that the engine tells after one turn. `num_commands` counts those it has applied in its life."""
+    """What the engine tells at one time. `num_commands` counts those it has applied in its life."""
 
     events: tuple[Any, ...]
     num_commands: int
@@ -118,19 +119,24 @@ class EngineLoop:
     def run(self, channel: ChildChannel[Any, EventBatch]) -> None:
         """Runs until the server process says stop or is no more. Wakes for commands, `channel.wake` and time."""
         while not channel.is_stopping:
-            batch = self.turn(channel.poll_commands(self._core.idle_s), lambda: channel.poll_commands(0))
-            if batch is not None:
-                channel.emit([batch])
+            commands = channel.poll_commands(self._core.idle_s)
+            self.turn(commands, lambda: channel.poll_commands(0), lambda batch: channel.emit([batch]))
 
-    def turn(self, commands: list[Any], receive: Callable[[], list[Any]]) -> EventBatch | None:
-        """One turn: commands, a step if there is one, what `receive` gives, outcome. None when nothing happened."""
-        num_commands_before = self._num_commands
+    def turn(self, commands: list[Any], receive: Callable[[], list[Any]], emit: Callable[[EventBatch], None]) -> None:
+        """One turn: `commands`, a step if there is one, what `receive` gives meanwhile, and the outcome to `emit`.
+
+        What happened before the step is told before it, so nobody learns of it a step late.
+        """
         self._apply(commands)
         plan = self._core.plan()
-        step = self._step(plan, receive) if plan.slices else None
         events = self._core.take_events()
-        if not events and step is None and self._num_commands == num_commands_before:
-            return None
+        if events or (commands and not plan.slices):
+            emit(self._batch(events, None))
+        if plan.slices:
+            step = self._step(plan, receive)
+            emit(self._batch(self._core.take_events(), step))
+
+    def _batch(self, events: tuple[Any, ...], step: StepStats | None) -> EventBatch:
         stats = self._core.stats
         if stats.is_idle:
             self._core.check_integrity()

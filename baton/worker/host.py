@@ -12,7 +12,8 @@ from baton.coordination.client import connect
 from baton.coordination.keys import Keys
 from baton.coordination.registry import WorkerRegistry
 from baton.core.ids import new_incarnation
-from baton.engine.process import EngineProcess
+from baton.engine.process import EngineDiedError, EngineProcess
+from baton.rpc.lifecycle import run_component
 from baton.rpc.server import ServingServer
 from baton.telemetry.instruments import WorkerInstruments, new_registry
 from baton.telemetry.logging import setup_logging
@@ -20,7 +21,7 @@ from baton.telemetry.metrics import start_metrics
 from baton.telemetry.tracing import setup_tracing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from opentelemetry.trace import Tracer
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SpecT = TypeVar("SpecT")
+SettingsT = TypeVar("SettingsT", bound="WorkerSettings")
 # A step on a small machine takes seconds at most.
 _ENGINE_STOP_S = 5.0
 
@@ -83,6 +85,22 @@ class WorkerHost:
             yield process
         finally:
             await process.stop(_ENGINE_STOP_S)
+
+
+def run_worker(
+    settings_type: type[SettingsT], serve: Callable[[SettingsT, asyncio.Event], Awaitable[None]], argv: Sequence[str]
+) -> int:
+    """Runs a worker as `run_component` does; 1 as well when its engine died, so that a supervisor restarts it."""
+    exit_code = 1
+    try:
+        exit_code = run_component(settings_type, serve, argv)
+    except* EngineDiedError as group:
+        _log.error("the worker ends: %s", _leaf(group))
+    return exit_code
+
+
+def _leaf(error: BaseException) -> BaseException:
+    return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _unless(stop: asyncio.Event, starting: Any) -> Any:

@@ -39,7 +39,7 @@ class Registry(Protocol):
 class WorkerLife:
     """Announces a worker whose server has started and whose engine is warm, until it is told to stop.
 
-    `describe` and `accept` are for its servicers: what the worker says of itself, and whether it takes requests.
+    `state` and `require_ready` are for its servicers.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WorkerLife:
         """DRAINING also while the engine is stuck: what it runs may end, and nothing new is to come."""
         return WorkerState.DRAINING if self._is_draining or self._is_stuck else WorkerState.READY
 
-    def require_room(self) -> None:
+    def require_ready(self) -> None:
         """Raises UnavailableError while draining; the caller may try another worker."""
         if self._is_draining:
             raise UnavailableError("the worker is shutting down", reason="DRAINING")

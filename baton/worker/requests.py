@@ -9,7 +9,7 @@ from baton.core.generation import SamplingParams, StopRule
 from baton.core.model import ModelFingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from baton.v1 import common_pb2
 
@@ -56,7 +56,7 @@ def read_stop(max_tokens: int, stop_token_ids: Iterable[int], *, at_least: int) 
     return StopRule(max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids))
 
 
-def require_fits(num_prompt_tokens: int, max_tokens: int, *, max_context_tokens: int) -> None:
+def require_in_context(num_prompt_tokens: int, max_tokens: int, *, max_context_tokens: int) -> None:
     """Raises OutOfRangeError when prompt and output together are longer than the context."""
     if num_prompt_tokens + max_tokens > max_context_tokens:
         raise OutOfRangeError(
@@ -65,6 +65,17 @@ def require_fits(num_prompt_tokens: int, max_tokens: int, *, max_context_tokens:
             f"{max_context_tokens} tokens",
             limit=max_context_tokens,
             reason="CONTEXT_EXCEEDED",
+        )
+
+
+def require_in_vocabulary(field: str, token_ids: Sequence[int], *, vocab_size: int) -> None:
+    """Raises OutOfRangeError when an id is none of the model's."""
+    if max(token_ids) >= vocab_size:
+        raise OutOfRangeError(
+            field,
+            f"{max(token_ids)} is not below the vocabulary's size {vocab_size}",
+            limit=vocab_size - 1,
+            reason="TOKEN_OUT_OF_VOCABULARY",
         )
 
 

@@ -60,8 +60,9 @@ class Bench:
         self.loop = EngineLoop(self.core, self.executor, self.clock)
 
     def turn(self, *commands, after_step=()):
-        batch = self.loop.turn(list(commands), lambda: list(after_step))
-        return list(batch.events) if batch else []
+        batches = []
+        self.loop.turn(list(commands), lambda: list(after_step), batches.append)
+        return [event for batch in batches for event in batch.events]
 
     def run_dry(self):
         events = []

@@ -46,8 +46,9 @@ class Bench:
         self.loop = EngineLoop(self.core, self.executor, self.clock)
 
     def turn(self, *commands, after_step=()):
-        batch = self.loop.turn(list(commands), lambda: list(after_step))
-        return list(batch.events) if batch else []
+        batches = []
+        self.loop.turn(list(commands), lambda: list(after_step), batches.append)
+        return [event for batch in batches for event in batch.events]
 
     def run_dry(self, *commands):
         events = self.turn(*commands)
@@ -190,5 +191,14 @@ def test_a_step_that_fails_ends_its_attempts_and_no_other(bench, failure, expect
 
 
 def test_every_command_is_answered_by_a_batch(bench):
-    assert bench.loop.turn([RenewLease(lease_id="nobody")], list).num_commands == 1
-    assert bench.loop.turn([], list) is None
+    batches = []
+    bench.loop.turn([RenewLease(lease_id="nobody")], list, batches.append)
+    bench.loop.turn([], list, batches.append)
+    assert [batch.num_commands for batch in batches] == [1]
+
+
+def test_a_start_is_told_before_the_step(bench):
+    batches = []
+    bench.loop.turn([submit("a", 4)], list, batches.append)
+    assert [[type(event) for event in batch.events] for batch in batches] == [[Started], [PromptDone]]
+    assert [batch.step is not None for batch in batches] == [False, True]

@@ -1,0 +1,157 @@
+"""DecodeService: requests to commands, events to responses, and the lease on the source's blocks in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, ServingError
+from baton.core.generation import FinishReason
+from baton.telemetry.tracing import phase_span
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from baton.worker import requests
+from decode_worker.messages import Accept, Cancel, Failed, Finished, HandedOver
+from decode_worker.token_stream import TokenRun, in_runs
+from kv_transfer import wire
+from kv_transfer.lease import LeaseOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc.aio
+    from opentelemetry.trace import Tracer
+
+    from baton.telemetry.instruments import WorkerInstruments
+    from baton.worker.description import WorkerDescription
+    from baton.worker.engine_client import Attempt, EngineClient
+    from baton.worker.life import WorkerLife
+    from decode_worker.messages import DecodeEvent
+    from kv_transfer.client import PeerDirectory
+    from kv_transfer.descriptor import KVDescriptor
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Serves gateways. Whatever becomes of a call, the source of its KV cache hears that it may have its own back."""
+
+    def __init__(
+        self,
+        engine: EngineClient[DecodeEvent],
+        peers: PeerDirectory,
+        worker: tuple[WorkerLife, WorkerDescription],
+        telemetry: tuple[Tracer, WorkerInstruments],
+        *,
+        max_waiting: int,
+    ) -> None:
+        self._engine = engine
+        self._peers = peers
+        self._life, self._description = worker
+        self._tracer, self._instruments = telemetry
+        self._max_waiting = max_waiting
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        """See the proto. `finished` is sent when the sequence's blocks are free."""
+        kv = wire.descriptor_from_proto(request.kv)
+        if self._engine.has_attempt(request.attempt_id):  # its lease is the other call's, so it is left alone
+            raise AlreadyExistsError(f"attempt {request.attempt_id} runs already", reason="ATTEMPT_EXISTS")
+        accept = self._admit(request, kv)
+        attempt: Attempt[DecodeEvent] | None = None
+        try:
+            async with self._peers.hold(kv) as lease:
+                attempt = self._engine.start(accept.attempt_id, accept)
+                handed_over = await attempt.next_event()
+                if isinstance(handed_over, HandedOver):
+                    lease.consumed()
+            yield self._respond(handed_over)
+            async for item in in_runs(attempt):
+                yield self._respond(item)
+        finally:
+            if attempt is not None and not attempt.is_over:
+                self._engine.control(Cancel(attempt_id=accept.attempt_id))
+
+    async def GetDecodeStatus(
+        self, request: decode_pb2.GetDecodeStatusRequest, context: Context
+    ) -> decode_pb2.GetDecodeStatusResponse:
+        """The worker now, as its engine last reported."""
+        return decode_pb2.GetDecodeStatusResponse(worker=self._description.status(self._life.state, self._engine.stats))
+
+    def _admit(self, request: decode_pb2.DecodeRequest, kv: KVDescriptor) -> Accept:
+        """The request as a command. When it is refused the lease is released as abandoned."""
+        try:
+            self._life.require_ready()
+            accept = self._read(request, kv)
+            self._require_room()
+        except ServingError:
+            self._peers.release(kv, LeaseOutcome.ABANDONED)
+            raise
+        return accept
+
+    def _read(self, request: decode_pb2.DecodeRequest, kv: KVDescriptor) -> Accept:
+        facts = self._description.facts
+        attempt_id = requests.read_attempt_id(request.attempt_id)
+        requests.require_fingerprint(request.fingerprint, facts.fingerprint, worker_id=self._description.worker_id)
+        kv.require_fits(facts.layout)
+        requests.require_in_vocabulary("first_token_id", [request.first_token_id], vocab_size=facts.vocab_size)
+        stop = requests.read_stop(request.max_tokens, request.stop_token_ids, at_least=2)
+        requests.require_in_context(kv.num_tokens, stop.max_tokens, max_context_tokens=facts.max_context_tokens)
+        requests.require_in_pool("max_tokens", kv.num_tokens + stop.max_tokens, capacity_tokens=facts.capacity_tokens)
+        return Accept(
+            attempt_id=attempt_id,
+            kv=kv,
+            first_token_id=request.first_token_id,
+            sampling=requests.read_sampling(request.sampling),
+            stop=stop,
+        )
+
+    def _require_room(self) -> None:
+        if self._engine.num_attempts >= self._max_waiting:
+            raise ResourceExhaustedError(
+                f"{self._max_waiting} requests are inside the worker already",
+                reason="WORKER_FULL",
+                retry_after_s=1.0,
+                metadata={"limit": str(self._max_waiting)},
+            )
+
+    def _respond(self, item: TokenRun | DecodeEvent) -> decode_pb2.DecodeResponse:
+        """The item's message; raises the error of a failed attempt."""
+        match item:
+            case TokenRun():
+                self._instruments.generation_tokens.inc(len(item.token_ids))
+                return decode_pb2.DecodeResponse(
+                    tokens=decode_pb2.DecodedTokens(first_position=item.first_position, ids=item.token_ids)
+                )
+            case HandedOver():
+                self._note_handover(item)
+                return decode_pb2.DecodeResponse(
+                    handover=decode_pb2.HandoverDone(
+                        transport=item.transport, num_bytes=item.num_bytes, wait_s=item.wait_s, copy_s=item.copy_s
+                    )
+                )
+            case Finished():
+                phase_span(
+                    self._tracer, "decode.generate", item.generate_s, attributes={"baton.num_steps": item.num_steps}
+                )
+                return decode_pb2.DecodeResponse(
+                    finished=decode_pb2.DecodeFinished(reason=_REASONS[item.reason], num_steps=item.num_steps)
+                )
+            case Failed():
+                raise item.error
+        raise AssertionError(f"not an event for readers: {type(item).__name__}")
+
+    def _note_handover(self, event: HandedOver) -> None:
+        phase_span(self._tracer, "decode.wait", event.wait_s, ended_ago_s=event.copy_s)
+        phase_span(
+            self._tracer,
+            "decode.handover",
+            event.copy_s,
+            attributes={"baton.transport": event.transport, "baton.num_bytes": event.num_bytes},
+        )
+        self._instruments.handover_time.observe(event.copy_s)
+        self._instruments.handover_bytes.inc(event.num_bytes)

@@ -1,0 +1,159 @@
+"""PrefillService: requests to commands, events to responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from baton.core.errors import InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
+from baton.core.generation import FinishReason
+from baton.core.ids import new_attempt_id
+from baton.telemetry.tracing import phase_span
+from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.worker import requests
+from kv_transfer import wire
+from kv_transfer.descriptor import KVDescriptor
+from prefill_worker.messages import Cancel, Failed, PromptDone, Released, Started, Submit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc.aio
+    from opentelemetry.trace import Tracer
+
+    from baton.telemetry.instruments import WorkerInstruments
+    from baton.worker.description import WorkerDescription
+    from baton.worker.engine_client import EngineClient
+    from baton.worker.life import WorkerLife
+    from prefill_worker.messages import PrefillEvent
+    from prefill_worker.settings import PrefillWorkerSettings
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves gateways. An attempt's blocks are the engine's; a call that ends early cancels its attempt."""
+
+    def __init__(
+        self,
+        engine: EngineClient[PrefillEvent],
+        life: WorkerLife,
+        description: WorkerDescription,
+        settings: PrefillWorkerSettings,
+        telemetry: tuple[Tracer, WorkerInstruments],
+    ) -> None:
+        self._engine = engine
+        self._life = life
+        self._description = description
+        self._settings = settings
+        self._tracer, self._instruments = telemetry
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """See the proto. The stream ends when the attempt's blocks are free."""
+        self._life.require_ready()
+        submit = self._read(request)
+        self._require_room()
+        attempt = self._engine.start(submit.attempt_id, submit)
+        try:
+            while True:
+                event = await attempt.next_event()
+                yield self._respond(event, submit)
+                if event.is_last:
+                    return
+        finally:
+            if not attempt.is_over:
+                self._engine.control(Cancel(attempt_id=attempt.attempt_id))
+
+    async def GetPrefillStatus(
+        self, request: prefill_pb2.GetPrefillStatusRequest, context: Context
+    ) -> prefill_pb2.GetPrefillStatusResponse:
+        """The worker now, as its engine last reported."""
+        return prefill_pb2.GetPrefillStatusResponse(
+            worker=self._description.status(self._life.state, self._engine.stats)
+        )
+
+    def _read(self, request: prefill_pb2.PrefillRequest) -> Submit:
+        facts = self._description.facts
+        attempt_id = requests.read_attempt_id(request.attempt_id)
+        requests.require_fingerprint(request.fingerprint, facts.fingerprint, worker_id=self._description.worker_id)
+        token_ids = list(request.token_ids)
+        if not token_ids:
+            raise InvalidArgumentError("token_ids", "must not be empty")
+        longest = facts.max_context_tokens - 1
+        if len(token_ids) > longest:
+            raise OutOfRangeError(
+                "token_ids",
+                f"{len(token_ids)} tokens, the model takes a prompt of at most {longest}",
+                limit=longest,
+                reason="PROMPT_TOO_LONG",
+            )
+        requests.require_in_pool("token_ids", len(token_ids), capacity_tokens=facts.capacity_tokens)
+        requests.require_in_vocabulary("token_ids", token_ids, vocab_size=facts.vocab_size)
+        stop = requests.read_stop(request.max_tokens, request.stop_token_ids, at_least=1)
+        requests.require_in_context(len(token_ids), stop.max_tokens, max_context_tokens=facts.max_context_tokens)
+        return Submit(
+            attempt_id=attempt_id,
+            lease_id=new_attempt_id(),
+            token_ids=token_ids,
+            sampling=requests.read_sampling(request.sampling),
+            stop=stop,
+        )
+
+    def _require_room(self) -> None:
+        if self._engine.num_attempts >= self._settings.max_waiting:
+            raise ResourceExhaustedError(
+                f"{self._settings.max_waiting} requests are inside the worker already",
+                reason="WORKER_FULL",
+                retry_after_s=1.0,
+                metadata={"limit": str(self._settings.max_waiting)},
+            )
+
+    def _respond(self, event: PrefillEvent, submit: Submit) -> prefill_pb2.PrefillResponse:
+        """The event's message; raises the error of a failed attempt."""
+        match event:
+            case Started():
+                phase_span(self._tracer, "prefill.queue", event.queue_s)
+                return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=event.queue_s))
+            case PromptDone():
+                self._note_computed(event, len(submit.token_ids))
+                return prefill_pb2.PrefillResponse(first_token=self._first_token(event, len(submit.token_ids)))
+            case Released():
+                released = prefill_pb2.PrefillReleased()
+                if event.outcome is not None:
+                    released.outcome = wire.outcome_to_proto(event.outcome)
+                return prefill_pb2.PrefillResponse(released=released)
+            case Failed():
+                raise event.error
+
+    def _note_computed(self, done: PromptDone, num_tokens: int) -> None:
+        attributes = {"baton.num_tokens": num_tokens, "baton.num_chunks": done.num_chunks}
+        phase_span(self._tracer, "prefill.compute", done.compute_s, attributes=attributes)
+        self._instruments.prompt_tokens.inc(num_tokens)
+        self._instruments.generation_tokens.inc()
+
+    def _first_token(self, done: PromptDone, num_tokens: int) -> prefill_pb2.FirstToken:
+        message = prefill_pb2.FirstToken(
+            token_id=done.token_id, compute_s=done.compute_s, num_chunks=done.num_chunks, cached_tokens=0
+        )
+        if done.finish_reason is not None:
+            message.finish_reason = _REASONS[done.finish_reason]
+        if done.cache is not None:
+            descriptor = KVDescriptor(
+                lease_id=done.cache.lease_id,
+                lease_slot=done.cache.slot,
+                generation=done.cache.generation,
+                worker_id=self._description.worker_id,
+                incarnation=self._description.incarnation,
+                address=self._description.address(),
+                block_ids=done.cache.block_ids,
+                num_tokens=num_tokens,
+                lease_s=self._settings.lease.lease_s,
+            )
+            message.kv.CopyFrom(wire.descriptor_to_proto(descriptor))
+        return message
