@@ -6,6 +6,8 @@ FencedReader. Blocks hold the number of the attempt that wrote them, so a read o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import settings
@@ -21,6 +23,9 @@ from kv_transfer.errors import LeaseNotFoundError, StaleLeaseError
 from kv_transfer.fenced import FencedReader
 from kv_transfer.lease import EndedLease, LeaseOutcome, LeaseTable
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype="float32")
 NUM_BLOCKS = 8
 NUM_SLOTS = 3
@@ -28,26 +33,29 @@ LEASE_S = 5.0
 
 
 class Memory:
-    """The source's memory as a reader sees it; `before_fence` runs between a piece's copy and its check."""
+    """The source's memory as a reader sees it. `meanwhile` goes on by one at each look at the blocks or a word."""
 
     name = "test"
 
     def __init__(self, storage: torch.Tensor) -> None:
         self.words = [0] * NUM_SLOTS
-        self.blocks = storage.view(NUM_BLOCKS, -1)
-        self.before_fence = iter(())
+        self.meanwhile: Iterator[None] = iter(())
+        self._blocks = storage.view(NUM_BLOCKS, -1)
 
     @property
     def num_slots(self) -> int:
         return len(self.words)
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        next(self.meanwhile, None)
+        return self._blocks
+
     def store(self, slot: int, word: int) -> None:
         self.words[slot] = word
 
     def fence(self, slot: int) -> int:
-        for action in self.before_fence:
-            action()
-            break
+        next(self.meanwhile, None)
         return self.words[slot]
 
     def close(self) -> None:
@@ -150,14 +158,15 @@ class Handover(RuleBasedStateMachine):
         descriptor=descriptors,
         data=st.data(),
         happening=st.sampled_from(["nothing", "expiry", "release", "release and reuse"]),
-        at_check=st.integers(0, 3),
+        at_look=st.integers(0, 7),
     )
-    def read(self, descriptor, data, happening, at_check):
-        """A read, with one thing happening at the source before the fence is checked for the n-th time."""
+    def read(self, descriptor, data, happening, at_look):
+        """A read, with one thing happening at the source just before the reader's n-th look at its memory."""
         if descriptor.peer != self.peer:
             return
 
-        def happen() -> None:
+        def meanwhile():
+            yield from [None] * at_look
             if happening == "expiry":
                 self.clock.advance(LEASE_S)
                 self.sweep()
@@ -166,7 +175,7 @@ class Handover(RuleBasedStateMachine):
             if happening == "release and reuse":
                 self.finish_prefill_unseen()
 
-        self.memory.before_fence = iter([*[lambda: None] * at_check, happen])
+        self.memory.meanwhile = meanwhile()
         into = KVPool(LAYOUT, NUM_BLOCKS)
         block_ids = data.draw(st.permutations(range(NUM_BLOCKS)))[: len(descriptor.block_ids)]
         try:
@@ -180,7 +189,7 @@ class Handover(RuleBasedStateMachine):
             assert not into.tensor[untouched].any()
             assert result.num_bytes == len(block_ids) * LAYOUT.block_bytes
         finally:
-            self.memory.before_fence = iter(())
+            self.memory.meanwhile = iter(())
 
     def finish_prefill_unseen(self) -> None:
         """Another prompt takes every free block at once, and the longest free slot."""
