@@ -1,0 +1,327 @@
+"""Servicer and directory over real gRPC, with the error mapping that runs in production."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc
+import pytest
+
+from baton.core.errors import FailedPreconditionError, InvalidArgumentError
+from baton.core.model import KVLayout, ModelFingerprint
+from baton.rpc.errors import from_call
+from baton.rpc.interceptors import ErrorInterceptor
+from baton.v1 import kv_transfer_pb2 as pb
+from baton.v1 import kv_transfer_pb2_grpc
+from kv_transfer import wire
+from kv_transfer.calls import SourceCalls
+from kv_transfer.client import PeerDirectory, PeerTimings
+from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
+from kv_transfer.errors import LeaseNotFoundError, NoTransportError, PeerGoneError, StaleLeaseError
+from kv_transfer.handshake import Endpoint
+from kv_transfer.lease import LeaseOutcome
+from kv_transfer.service import KvTransferServicer
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+FINGERPRINT = ModelFingerprint(model="m", weights="w1", tokenizer="t1", dtype="bfloat16")
+HANDLE = ShmHandle(segment="baton-" + "a" * 32, num_blocks=64)
+PREFILL = Endpoint(peer=PeerKey("prefill-1", "life-1"), host_id="host", fingerprint=FINGERPRINT, layout=LAYOUT)
+DECODE = replace(PREFILL, peer=PeerKey("decode-1", "life-9"))
+TIMINGS = PeerTimings(silence_s=0.3, probe_interval_s=0.05)
+
+
+@dataclass
+class Leases:
+    """A lease holder that knows `live` and writes down what it is told."""
+
+    live: set[str] = field(default_factory=lambda: {"lease"})
+    lease_s: float = 0.15
+    renewals: int = 0
+    releases: asyncio.Queue = field(default_factory=asyncio.Queue)
+    renewed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def renew_lease(self, lease_id: str) -> float:
+        if lease_id not in self.live:
+            raise LeaseNotFoundError(f"lease {lease_id} has ended")
+        self.renewals += 1
+        if self.renewals == 3:
+            self.renewed.set()
+        return self.lease_s
+
+    async def release_lease(self, lease_id: str, outcome: LeaseOutcome) -> None:
+        self.live.discard(lease_id)
+        self.releases.put_nowait((lease_id, outcome))
+
+
+@dataclass
+class Listener:
+    opened: list[PeerPool] = field(default_factory=list)
+    closed: list[PeerKey] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def peer_opened(self, pool: PeerPool) -> None:
+        self.opened.append(pool)
+
+    def peer_closed(self, peer: PeerKey) -> None:
+        self.closed.append(peer)
+        self.changed.set()
+
+
+@asynccontextmanager
+async def serving(endpoint: Endpoint, leases: Leases, port: int = 0):
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
+    kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(KvTransferServicer(endpoint, HANDLE, leases), server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+@pytest.fixture
+async def source(leases):
+    async with serving(PREFILL, leases) as port:
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+async def channels():
+    options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100)]
+    opened = {}
+
+    def channel(address):
+        if address not in opened:
+            opened[address] = grpc.aio.insecure_channel(address, options=options)
+        return opened[address]
+
+    yield channel
+    for one in opened.values():
+        await one.close()
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+async def directory(channels, listener):
+    async with PeerDirectory.serve(SourceCalls(DECODE, channels, from_call), listener, TIMINGS) as directory:
+        yield directory
+
+
+def descriptor_at(address: str, **changes) -> KVDescriptor:
+    descriptor = KVDescriptor(
+        lease_id="lease",
+        lease_slot=2,
+        generation=2**40,
+        worker_id="prefill-1",
+        incarnation="life-1",
+        address=address,
+        block_ids=(5, 6),
+        num_tokens=17,
+        lease_s=0.15,
+    )
+    return replace(descriptor, **changes)
+
+
+async def test_a_held_lease_is_connected_renewed_and_released_as_consumed(source, directory, listener, leases):
+    async with directory.hold(descriptor_at(source)) as lease:
+        assert listener.opened == [PeerPool(peer=PREFILL.peer, handle=HANDLE)]
+        await leases.renewed.wait()
+        lease.consumed()
+        assert await leases.releases.get() == ("lease", LeaseOutcome.CONSUMED)
+        # Its renewals have ended and none is missed.
+        await asyncio.sleep(2 * leases.lease_s)
+    assert leases.releases.empty()
+
+
+async def test_leaving_without_a_word_abandons(source, directory, leases):
+    async with directory.hold(descriptor_at(source)):
+        pass
+    assert await leases.releases.get() == ("lease", LeaseOutcome.ABANDONED)
+
+
+async def test_a_failure_and_a_cancellation_inside_come_out_as_they_are_and_abandon(source, directory, leases):
+    with pytest.raises(ValueError, match="mine"):
+        async with directory.hold(descriptor_at(source)):
+            raise ValueError("mine")
+    assert await leases.releases.get() == ("lease", LeaseOutcome.ABANDONED)
+
+    leases.live.add("lease")
+    entered = asyncio.Event()
+
+    async def hold() -> None:
+        async with directory.hold(descriptor_at(source)):
+            entered.set()
+            await asyncio.Event().wait()
+
+    holding = asyncio.ensure_future(hold())
+    await entered.wait()
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert await leases.releases.get() == ("lease", LeaseOutcome.ABANDONED)
+
+
+async def test_a_lease_that_ended_at_the_source_cancels_its_holder(source, directory, leases):
+    leases.live.clear()
+    with pytest.raises(StaleLeaseError):
+        async with directory.hold(descriptor_at(source)):
+            await asyncio.Event().wait()
+
+
+async def test_many_requests_shake_hands_once(source, directory, listener):
+    async def hold(number: int) -> None:
+        async with directory.hold(descriptor_at(source, lease_id=f"lease-{number}", lease_s=5.0)):
+            pass
+
+    await asyncio.gather(*(hold(number) for number in range(20)))
+    assert len(listener.opened) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "values"),
+    [
+        ({"fingerprint": replace(FINGERPRINT, weights="w2")}, "weights", ("w1", "w2")),
+        ({"fingerprint": replace(FINGERPRINT, tokenizer="t2")}, "tokenizer", ("t1", "t2")),
+        ({"layout": replace(LAYOUT, block_size=32)}, "block_size", ("16", "32")),
+        ({"layout": replace(LAYOUT, num_layers=3)}, "num_layers", ("2", "3")),
+        ({"layout": replace(LAYOUT, dtype="float32")}, "dtype", ("bfloat16", "float32")),
+    ],
+)
+async def test_workers_that_do_not_fit_are_told_both_values_and_the_lease_goes_back(
+    source, channels, listener, leases, changes, what, values
+):
+    calls = SourceCalls(replace(DECODE, **changes), channels, from_call)
+    async with PeerDirectory.serve(calls, listener, TIMINGS) as directory:
+        with pytest.raises(FailedPreconditionError, match=what) as refusal:
+            async with directory.hold(descriptor_at(source)):
+                pytest.fail("entered")
+    assert (refusal.value.metadata["ours"], refusal.value.metadata["theirs"]) == values
+    assert leases.releases.get_nowait() == ("lease", LeaseOutcome.ABANDONED)
+    assert listener.opened == []
+
+
+async def test_another_host_is_offered_no_shared_memory(source, channels, listener, leases):
+    calls = SourceCalls(replace(DECODE, host_id="elsewhere"), channels, from_call)
+    async with PeerDirectory.serve(calls, listener, TIMINGS) as directory:
+        with pytest.raises(NoTransportError):
+            async with directory.hold(descriptor_at(source)):
+                pytest.fail("entered")
+    assert leases.releases.get_nowait() == ("lease", LeaseOutcome.ABANDONED)
+
+
+async def test_a_source_that_died_is_forgotten_within_seconds(leases, directory, listener):
+    async with serving(PREFILL, leases) as port, directory.hold(descriptor_at(f"127.0.0.1:{port}")) as lease:
+        lease.consumed()
+        assert directory.peers == {PREFILL.peer}
+    await asyncio.wait_for(listener.changed.wait(), 5)
+    assert listener.closed == [PREFILL.peer]
+    assert directory.peers == frozenset()
+
+
+async def test_a_holder_whose_source_dies_is_cancelled(leases, directory):
+    holding = asyncio.Event()
+
+    async def hold(address: str) -> None:
+        async with directory.hold(descriptor_at(address)):
+            holding.set()
+            await asyncio.Event().wait()
+
+    async with serving(PREFILL, leases) as port:
+        task = asyncio.ensure_future(hold(f"127.0.0.1:{port}"))
+        await holding.wait()
+    with pytest.raises(PeerGoneError):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_a_source_restarted_at_the_same_address_is_another_peer(leases, directory, listener):
+    async with serving(PREFILL, leases) as port:
+        old = descriptor_at(f"127.0.0.1:{port}", lease_s=5.0)
+        async with directory.hold(old):
+            pass
+    reborn = replace(PREFILL, peer=PeerKey("prefill-1", "life-2"))
+    later = Leases()
+    async with serving(reborn, later, port):
+        await asyncio.wait_for(listener.changed.wait(), 5)
+        with pytest.raises(PeerGoneError, match="life-2"):
+            async with directory.hold(old):
+                pytest.fail("entered")
+        assert listener.closed == [PREFILL.peer]
+        async with directory.hold(replace(old, incarnation="life-2")) as lease:
+            lease.consumed()
+        assert await later.releases.get() == ("lease", LeaseOutcome.CONSUMED)
+        assert later.releases.empty(), "a release of the old life reached the new one"
+        assert directory.peers == {reborn.peer}
+
+
+async def test_a_release_is_repeated_until_it_arrives(leases, directory):
+    async with serving(PREFILL, leases) as port:
+        pass
+    directory.release(descriptor_at(f"127.0.0.1:{port}", lease_s=5.0), LeaseOutcome.CONSUMED)
+    await asyncio.sleep(0.1)
+    async with serving(PREFILL, leases, port):
+        assert await asyncio.wait_for(leases.releases.get(), 5) == ("lease", LeaseOutcome.CONSUMED)
+
+
+async def test_leaving_the_directory_delivers_what_is_on_its_way(source, channels, listener, leases):
+    async with PeerDirectory.serve(SourceCalls(DECODE, channels, from_call), listener, TIMINGS) as directory:
+        directory.release(descriptor_at(source), LeaseOutcome.ABANDONED)
+    assert leases.releases.get_nowait() == ("lease", LeaseOutcome.ABANDONED)
+
+
+async def test_calls_that_name_another_life_never_reach_the_leases(source, channels, leases):
+    stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels(source))
+    await stub.ReleaseLease(pb.ReleaseLeaseRequest(lease_id="lease", incarnation="life-0"))
+    assert leases.releases.empty()
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.RenewLease(pb.RenewLeaseRequest(lease_id="lease", incarnation="life-0"))
+    assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+    assert leases.renewals == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (pb.LEASE_OUTCOME_CONSUMED, LeaseOutcome.CONSUMED),
+        (pb.LEASE_OUTCOME_ABANDONED, LeaseOutcome.ABANDONED),
+        (pb.LEASE_OUTCOME_UNSPECIFIED, LeaseOutcome.ABANDONED),
+        (pb.LEASE_OUTCOME_EXPIRED, LeaseOutcome.ABANDONED),
+        (77, LeaseOutcome.ABANDONED),
+    ],
+)
+async def test_whatever_is_not_consumed_is_abandoned(source, channels, leases, value, outcome):
+    stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels(source))
+    await stub.ReleaseLease(pb.ReleaseLeaseRequest(lease_id="lease", incarnation="life-1", outcome=value))
+    assert await leases.releases.get() == ("lease", outcome)
+
+
+@pytest.mark.parametrize(
+    ("field_name", "clear"),
+    [
+        ("worker_id", lambda request: request.ClearField("worker_id")),
+        ("host_id", lambda request: request.ClearField("host_id")),
+        ("fingerprint.model", lambda request: request.ClearField("fingerprint")),
+        ("fingerprint.dtype", lambda request: request.fingerprint.ClearField("dtype")),
+        ("layout.num_layers", lambda request: request.ClearField("layout")),
+        ("layout.dtype", lambda request: setattr(request.layout, "dtype", "int4")),
+    ],
+)
+async def test_a_handshake_that_leaves_something_out_is_told_which_field(source, channels, field_name, clear):
+    request = wire.endpoint_to_request(DECODE)
+    clear(request)
+    stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels(source))
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.Handshake(request)
+    error = from_call(failure.value)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == field_name
