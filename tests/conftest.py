@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["tests.fixtures.redis"]
+pytest_plugins = ["tests.fixtures.model", "tests.fixtures.otlp", "tests.fixtures.redis"]

@@ -2,47 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent import futures
 
-import grpc
-import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from baton.core.settings import TelemetrySettings
 from baton.telemetry.tracing import REQUEST_MODEL, Tracing, phase_span, setup_tracing
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP receiver that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.requests: list[trace_service_pb2.ExportTraceServiceRequest] = []
-
-    def Export(self, request, context):
-        self.requests.append(request)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def spans(self) -> dict:
-        return {
-            span.name: span
-            for request in self.requests
-            for of_resource in request.resource_spans
-            for of_scope in of_resource.scope_spans
-            for span in of_scope.spans
-        }
-
-
-@pytest.fixture
-def collector():
-    collector = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    collector.endpoint = f"http://127.0.0.1:{port}"
-    yield collector
-    server.stop(None).wait()
 
 
 def tracing_to(endpoint: str | None, ratio: float = 1.0) -> Tracing:

@@ -1,0 +1,90 @@
+"""The whole system as `baton up` runs it, with the real model in float32."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import gateway_pb2_grpc
+from tests.fixtures.otlp import OtlpReceiver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+START_TIMEOUT_S = 90.0
+COMPONENTS = ("gateway", "prefill_worker", "decode_worker")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A running system: where it answers, where its parts show metrics, and what it traces to."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    metrics_ports: dict[str, int]
+    traces: OtlpReceiver
+
+    def stub(self, channel: grpc.aio.Channel) -> gateway_pb2_grpc.GatewayServiceAsyncStub:
+        return gateway_pb2_grpc.GatewayServiceStub(channel)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Returns when the gateway says SERVING: when requests can run from end to end."""
+        deadline_s = time.monotonic() + timeout_s
+        with grpc.insecure_channel(self.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            while True:
+                assert self.process.poll() is None, f"baton up ended with {self.process.returncode}"
+                try:
+                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                assert time.monotonic() < deadline_s, "the system did not become ready in time"
+                time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def system(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """One system for the whole session. Tests leave it as they found it: idle, all blocks free."""
+    with OtlpReceiver() as traces:
+        port = free_port()
+        metrics_ports = {name: free_port() for name in COMPONENTS}
+        environment = {
+            **os.environ,
+            "BATON_ENGINE__DTYPE": "float32",
+            "BATON_ENGINE__KV_CACHE_BYTES": "1GiB",
+            "BATON_TELEMETRY__OTLP_ENDPOINT": traces.endpoint,
+            **{f"BATON_{name.upper()}__TELEMETRY__METRICS_PORT": str(value) for name, value in metrics_ports.items()},
+        }
+        log = (tmp_path_factory.mktemp("system") / "baton-up.log").open("wb")
+        command = [sys.executable, "-m", "baton.cli", "up", "--model", str(model_folder), "--port", str(port)]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        running = System(process=process, address=f"127.0.0.1:{port}", metrics_ports=metrics_ports, traces=traces)
+        try:
+            running.wait_ready()
+            yield running
+        finally:
+            process.terminate()
+            try:
+                code = process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            assert code == 0, f"baton up ended with {code}"
