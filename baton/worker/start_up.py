@@ -1,4 +1,4 @@
-"""What both engine processes do before they are ready: import, allocate, load, warm up, each timed and told.
+"""What both engine processes do before they are ready: import, configure, allocate, load, warm up, each timed and told.
 
 Torch is imported inside `load`, so that the server processes, which need the names here, stay without it.
 """
@@ -55,7 +55,7 @@ def phase(name: str) -> Iterator[None]:
     """Logs how long a phase of the start took."""
     start_s = time.monotonic()
     yield
-    _log.info("start-up phase %s took %.2f s", name, time.monotonic() - start_s)
+    _log.info("start-up phase done", extra={"phase": name, "duration_s": round(time.monotonic() - start_s, 3)})
 
 
 def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLayout, int], KVPool]) -> Loaded:
@@ -65,10 +65,13 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
     """
     with phase("import"):
         from baton.engine.model_config import DecoderConfig
+        from baton.engine.precision import resolve_dtype
         from baton.engine.threads import use_threads
         from baton.engine.torch_executor import TorchExecutor
     use_threads(engine.num_threads)
-    layout = DecoderConfig.from_folder(model.path).kv_layout(engine.block_size, engine.dtype)
+    with phase("configure"):
+        dtype = resolve_dtype(engine.dtype, engine.device)
+        layout = DecoderConfig.from_folder(model.path).kv_layout(engine.block_size, dtype)
     num_blocks = engine.kv_cache_bytes // layout.block_bytes
     if num_blocks == 0:
         raise StartupError(f"engine.kv_cache_bytes: {engine.kv_cache_bytes} is less than a block, {layout.block_bytes}")
@@ -79,7 +82,7 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
             model=model.name,
             weights=weights_fingerprint(model.path),
             tokenizer=tokenizer_fingerprint(model.path),
-            dtype=engine.dtype,
+            dtype=dtype,
         )
         executor = TorchExecutor.from_folder(model.path, pool=pool, device=engine.device)
     with phase("warm-up"):
