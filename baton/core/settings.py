@@ -130,8 +130,10 @@ class EngineSettings(Section):
     """The process that computes."""
 
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16", description="Type of weights, activations and KV cache"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type of weights, activations and KV cache; auto: bfloat16 where the hardware computes it,"
+        " else float32",
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Positions in a KV block, tokens")
     kv_cache_bytes: ByteSize = Field(

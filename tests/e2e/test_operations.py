@@ -1,0 +1,165 @@
+"""What an operator sees and does: health, reflection, metrics, a killed worker, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.v1 import gateway_pb2
+from baton.v1.common_pb2 import WorkerRole
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable
+
+    from tests.e2e.conftest import System
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVICES = {
+    WorkerRole.WORKER_ROLE_PREFILL: {"baton.v1.PrefillService", "baton.v1.KvTransferService"},
+    WorkerRole.WORKER_ROLE_DECODE: {"baton.v1.DecodeService"},
+}
+
+
+async def workers_of(system: System, channel: grpc.aio.Channel) -> dict[int, gateway_pb2.GetStatusResponse]:
+    status = await system.stub(channel).GetStatus(gateway_pb2.GetStatusRequest())
+    return {worker.role: worker for worker in status.workers}
+
+
+async def reflect(address: str, method: str) -> set[str]:
+    """What a tool without our files asks first: the names of the services."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream(
+            method,
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        async for answer in call(iter([reflection_pb2.ServerReflectionRequest(list_services="")])):
+            return {service.name for service in answer.list_services_response.service}
+    raise AssertionError("no answer")
+
+
+async def test_every_process_shows_health_and_its_services(system: System) -> None:
+    async with grpc.aio.insecure_channel(system.address) as channel:
+        workers = await workers_of(system, channel)
+    expected = {system.address: {"baton.v1.GatewayService"}}
+    expected |= {worker.address: SERVICES[role] for role, worker in workers.items()}
+    assert len(expected) == 3
+    for address, services in expected.items():
+        for version in ("v1", "v1alpha"):
+            names = await reflect(address, f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+            assert services | {"grpc.health.v1.Health"} <= names
+        async with grpc.aio.insecure_channel(address) as channel:
+            for service in ("", *services):
+                watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
+                async for answer in watch:
+                    assert answer.status == SERVING
+                    break
+                watch.cancel()
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+async def test_metrics_count_what_a_request_did(system: System) -> None:
+    before = {name: await asyncio.to_thread(scrape, port) for name, port in system.metrics_ports.items()}
+    request = gateway_pb2.GenerateRequest(text="Count to ten: one, two,")
+    request.stop.max_tokens = 6
+    request.stop.ignore_eos = True
+    async with grpc.aio.insecure_channel(system.address) as channel:
+        answer = await system.stub(channel).Complete(request)
+    after = {name: await asyncio.to_thread(scrape, port) for name, port in system.metrics_ports.items()}
+
+    def grown(component: str, name: str) -> float:
+        return after[component][name] - before[component].get(name, 0.0)
+
+    prompt_tokens = answer.finished.usage.prompt_tokens
+    for name in ("time_to_first_token", "time_per_output_token", "request_queue_time", "e2e_request_latency"):
+        assert grown("gateway", f"baton_{name}_seconds_count") == 1
+    assert grown("gateway", "baton_generation_tokens_total") == 6
+    assert grown("gateway", "baton_prompt_tokens_total") == prompt_tokens
+    assert grown("prefill_worker", "baton_prompt_tokens_total") == prompt_tokens
+    assert grown("decode_worker", "baton_generation_tokens_total") == 5
+    for component in ("prefill_worker", "decode_worker"):
+        assert after[component]["baton_kv_cache_usage_ratio"] == 0
+        assert after[component]["baton_num_requests_running"] == 0
+
+
+def child_pids(parent: int) -> dict[str, int]:
+    """Names of the components that a process runs, with their pids."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+            command = (entry / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if int(stat.rpartition(")")[2].split()[1]) == parent and "-m" in command:
+            found[command[command.index("-m") + 1]] = int(entry.name)
+    return found
+
+
+async def drain(call: AsyncIterable[gateway_pb2.GenerateResponse]) -> tuple[int, grpc.StatusCode | None]:
+    """Reads a stream to its end: the tokens that its last event counts, or the status that it failed with."""
+    num_tokens = 0
+    try:
+        async for event in call:
+            num_tokens = event.finished.usage.completion_tokens
+    except grpc.aio.AioRpcError as error:
+        return num_tokens, error.code()
+    return num_tokens, None
+
+
+async def test_a_killed_worker_comes_back_and_leaves_nothing(system: System) -> None:
+    async with grpc.aio.insecure_channel(system.address) as channel:
+        stub = system.stub(channel)
+        for name, role in (
+            ("prefill_worker", WorkerRole.WORKER_ROLE_PREFILL),
+            ("decode_worker", WorkerRole.WORKER_ROLE_DECODE),
+        ):
+            old = (await workers_of(system, channel))[role]
+            request = gateway_pb2.GenerateRequest(text="Tell me a very long story.")
+            request.stop.max_tokens = 400
+            request.stop.ignore_eos = True
+            call = stub.Generate(request)
+            async for event in call:
+                if event.HasField("delta"):
+                    break
+            os.kill(child_pids(system.process.pid)[name], signal.SIGKILL)
+            num_tokens, code = await drain(call)
+            if name == "prefill_worker" and code is None:
+                # The decode worker had taken the cache over: the prefill worker's death is no concern of this stream.
+                assert num_tokens == 400
+            else:
+                assert code is grpc.StatusCode.UNAVAILABLE
+            for _ in range(300):
+                new = (await workers_of(system, channel)).get(role)
+                if new is not None and new.incarnation != old.incarnation:
+                    break
+                await asyncio.sleep(0.1)
+            else:
+                raise AssertionError(f"{name} did not come back")
+            await asyncio.to_thread(system.wait_ready)
+            short = gateway_pb2.GenerateRequest(text="Hello")
+            short.stop.max_tokens = 4
+            short.stop.ignore_eos = True
+            assert (await stub.Complete(short)).finished.usage.completion_tokens == 4
+    # One segment: the live prefill worker's pool.
+    assert len(list(Path("/dev/shm").glob("baton-*"))) == 1

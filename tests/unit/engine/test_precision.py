@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.engine.precision import resolve_dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_named_type_is_taken_as_it_is(dtype: str) -> None:
+    assert resolve_dtype(dtype, "cpu") == dtype
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, "bfloat16"),
+        ({"avx512_bf16": False, "amx_bf16": True}, "bfloat16"),
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert resolve_dtype("auto", "cpu") == expected
