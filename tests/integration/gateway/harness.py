@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from baton.coordination.keys import Keys
 from baton.coordination.queue import AdmissionQueue, ClassLimits, QueueConfig
 from baton.coordination.registry import WorkerRegistry
 from baton.core.clock import SystemClock
+from baton.core.errors import UnavailableError
 from baton.core.settings import RedisSettings, ServerSettings
 from baton.core.workers import WorkerRecord, WorkerRole, WorkerState
 from baton.rpc.channels import ChannelPool
@@ -188,6 +189,7 @@ class Deployment:
         self.registry: WorkerRegistry
         self.stub: gateway_pb2_grpc.GatewayServiceStub
         self.channel: grpc.aio.Channel
+        self.address = ""
         self.metrics: CollectorRegistry
         self.pool: TokenizerPool
         self.records: list[WorkerRecord] = []
@@ -295,7 +297,8 @@ async def deployed(
         tasks.create_task(keep_beating(parts))
         stack.push_async_callback(server.drain, 0.0)
         await server.start()
-        parts.channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
+        parts.address = server.address
+        parts.channel = grpc.aio.insecure_channel(parts.address)
         stack.push_async_callback(parts.channel.close)
         parts.stub = gateway_pb2_grpc.GatewayServiceStub(parts.channel)
         await eventually(lambda: parts.queue.is_available)
@@ -339,8 +342,9 @@ async def start_worker(add: Any, servicer: Any, module: Any, tracer: Tracer) -> 
 
 async def keep_beating(parts: Deployment) -> None:
     while True:
-        for record in parts.records:
-            await parts.registry.heartbeat(record)
+        with suppress(UnavailableError):  # as workers do: the next heartbeat tries again
+            for record in parts.records:
+                await parts.registry.heartbeat(record)
         await asyncio.sleep(0.3)
 
 

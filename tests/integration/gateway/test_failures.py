@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from baton.rpc.errors import from_call
-from baton.v1 import common_pb2, gateway_pb2, prefill_pb2
+from baton.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, prefill_pb2
 from tests.integration.gateway.harness import (
     Deployment,
     Options,
@@ -341,30 +341,35 @@ async def test_the_gateways_own_limit_ends_a_request(
 
 
 async def test_a_client_that_does_not_read_holds_back_its_own_stream_only(deployment: Deployment) -> None:
-    """Once its buffers are full, the gateway stops reading the worker's stream; other requests go on."""
-    sent = 0
+    """Once the connection's buffers are full, the gateway stops reading the worker's stream; other requests go on."""
+    num_tokens = 6000
 
     async def decode(request: Any, context: Any) -> AsyncIterator[Any]:
-        nonlocal sent
         yield handover()
         deployment.decode.release(request)
-        position = request.kv.num_tokens + 1
-        while sent < 8000 and request.max_tokens > 100:
+        start = request.kv.num_tokens + 1
+        for position in range(start, start + request.max_tokens - 1):
             yield tokens(position, 101)
-            position += 1
-            sent += 1
         yield finished()
 
+    async def is_held_back() -> bool:
+        before = deployment.metric("baton_generation_tokens_total")
+        await asyncio.sleep(0.3)
+        return before == deployment.metric("baton_generation_tokens_total")
+
     deployment.script.decode = decode
-    slow = deployment.stub.Generate(
-        gateway_pb2.GenerateRequest(text="x", stop=common_pb2.StopConditions(max_tokens=8100))
-    )
-    await slow.read()
-    other = gateway_pb2.GenerateRequest(text="x", stop=common_pb2.StopConditions(max_tokens=3))
-    await asyncio.gather(*(deployment.stub.Complete(other) for _ in range(3)))
-    events = await events_of(slow)
-    assert events[-1].finished.usage.completion_tokens == 8001
-    assert text_of(events).count(deployment.tokenizer.decode([101])) == 8000
+    small_buffers = [("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(deployment.address, options=small_buffers) as channel:
+        request = gateway_pb2.GenerateRequest(text="x", stop=common_pb2.StopConditions(max_tokens=num_tokens))
+        slow = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
+        await slow.read()
+        await eventually(is_held_back)
+        assert deployment.metric("baton_generation_tokens_total") < num_tokens
+        other = gateway_pb2.GenerateRequest(text="x", stop=common_pb2.StopConditions(max_tokens=3))
+        await asyncio.gather(*(deployment.stub.Complete(other) for _ in range(3)))
+        events = await events_of(slow)
+    assert events[-1].finished.usage.completion_tokens == num_tokens
+    assert text_of(events) == deployment.tokenizer.decode([100] + [101] * (num_tokens - 1))
 
 
 # --- the queue and the fleet ------------------------------------------------------------------------------------
