@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A prefill worker with room for 4,096 prompt tokens and a decode worker with room for 2,048."""
+    """A prefill worker with room for 8,192 positions and a decode worker with room for 2,720."""
     before, folder = segments(), tmp_path_factory.mktemp("logs")
     with EmbeddedRedis() as redis:
         prefill = WorkerProcess("prefill_worker", "p1", redis.url, tiny_model, folder)
@@ -38,9 +38,9 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def start(*workers: WorkerProcess) -> None:
-    """Starts workers with the settings of these tests. A block is 12 KiB."""
+    """Starts workers with the settings of these tests. A block is 6 KiB."""
     for worker in workers:
         if worker.worker_id.startswith("p"):
             worker.start("--engine.kv_cache_bytes", "3MiB", "--lease.lease_s", str(LEASE_S), "--stall_s", "20")
         else:
-            worker.start("--engine.kv_cache_bytes", "1536KiB", "--engine.max_num_seqs", "8", "--stall_s", "20")
+            worker.start("--engine.kv_cache_bytes", "1MiB", "--engine.max_num_seqs", "8", "--stall_s", "20")

@@ -15,6 +15,7 @@ from baton.v1 import common_pb2, decode_pb2, kv_transfer_pb2
 from tests.integration.workers.harness import BLOCK_SIZE, LEASE_S, MAX_CONTEXT, VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.integration.workers.harness import Client
@@ -29,10 +30,13 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> Any:
+def reference(tiny_model: Path) -> Iterator[Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Threads that wait for each other by spinning crawl when the workers need the cores.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager").eval()
 
     def tokens(token_ids: list[int], count: int) -> list[int]:
@@ -44,7 +48,8 @@ def reference(tiny_model: Path) -> Any:
         continued: list[int] = output[0, len(token_ids) :].tolist()
         return continued
 
-    return tokens
+    yield tokens
+    torch.set_num_threads(num_threads)
 
 
 async def test_tokens_equal_transformers_alone_and_all_at_once(pair, reference):
@@ -212,7 +217,7 @@ async def test_an_attempt_that_runs_keeps_its_id(pair):
 
 
 async def test_decode_waits_for_room_in_turn_and_its_leases_live_on(pair, reference):
-    """Two sequences of 1,500 positions do not fit into 2,048: the second waits for longer than a lease lasts."""
+    """Two sequences of 1,500 positions do not fit into 2,720: the second waits for longer than a lease lasts."""
     async with pair.client() as client:
         hog_prefill = client.prefill.Prefill(client.prefill_request("hog", prompt(20), max_tokens=1500))
         first = await client.first_token(hog_prefill)
