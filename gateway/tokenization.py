@@ -6,6 +6,7 @@ Reads `tokenizer.json` as it is; nothing from a model folder is executed but its
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,7 @@ from gateway.detokenizer import DetokenizerFactory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from gateway.detokenizer import Detokenizer
@@ -119,6 +121,7 @@ class TokenizerPool:
         self._tokenizer = tokenizer
         self._max_pending = max_pending
         self._num_pending = 0
+        self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str) -> list[int]:
@@ -148,12 +151,13 @@ class TokenizerPool:
                 reason="TOKENIZER_BUSY",
                 retry_after_s=_BUSY_RETRY_AFTER_S,
             )
-        self._num_pending += 1
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, work)
-        # Counted until it is really over: a cancelled caller leaves its thread at work.
+        with self._lock:
+            self._num_pending += 1
+        future = self._executor.submit(work)
+        # Counted until it is really over, in whichever thread that is: a cancelled caller leaves its text behind.
         future.add_done_callback(self._ended)
-        return await future
+        return await asyncio.wrap_future(future)
 
-    def _ended(self, _future: asyncio.Future[T]) -> None:
-        self._num_pending -= 1
+    def _ended(self, _future: Future[T]) -> None:
+        with self._lock:
+            self._num_pending -= 1

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.events import Delta
+from gateway.output import Output
+from gateway.stop_strings import StopStringMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Letters:
+    """A detokenizer for which token i is the i-th letter; `held` comes out at the end."""
+
+    def __init__(self, held: str = "") -> None:
+        self._held = held
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+    def flush(self) -> str:
+        return self._held
+
+
+def output(*stops: str, held: str = "", stop_ids: frozenset[int] = frozenset()) -> Output:
+    return Output(Letters(held), StopStringMatcher(stops), stop_ids)
+
+
+def test_text_and_ids_go_together() -> None:
+    out = output()
+    assert out.push([0, 1]) == Delta("ab", (0, 1))
+    assert out.finish() == Delta("")
+    assert out.num_tokens == 2
+
+
+def test_ids_are_sent_while_their_text_is_held() -> None:
+    out = output("bcd")
+    assert out.push([0, 1]) == Delta("a", (0, 1))
+    assert out.push([2]) == Delta("", (2,))
+    assert out.finish() == Delta("bc")
+
+
+def test_tokens_after_a_stop_string_do_not_count() -> None:
+    out = output("bc")
+    assert out.push([0, 1, 2, 3, 4]) == Delta("a", (0, 1, 2))
+    assert out.is_stopped
+    assert out.num_tokens == 3
+    assert out.finish() == Delta("")
+
+
+def test_a_stop_token_counts_without_text() -> None:
+    out = output("abc", stop_ids=frozenset({2}))
+    assert out.push([0, 1, 2]) == Delta("", (0, 1, 2))
+    assert not out.is_stopped
+    assert out.finish() == Delta("ab")
+    assert out.num_tokens == 3
+
+
+def test_what_comes_out_at_the_end_may_complete_a_stop_string() -> None:
+    out = output("b\ufffd", held="\ufffd")
+    assert out.push([0, 1]) == Delta("a", (0, 1))
+    assert out.finish() == Delta("")
+    assert out.is_stopped

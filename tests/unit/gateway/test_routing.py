@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.model import ModelFingerprint
+from baton.core.workers import Route, Ticket, WorkerRecord, WorkerRole, WorkerState, WorkerView
+from gateway.classes import classify
+from gateway.routing import Router
+
+OURS = ModelFingerprint(model="m", weights="w", tokenizer="t", dtype="")
+ROUTER = Router(OURS)
+TICKET = Ticket(attempt_id="a", request_id="r", queue_class="chat", prompt_tokens=33, max_tokens=31)
+
+
+def view(worker_id: str, *, granted_blocks: int = 0, granted_seqs: int = 0, **changes: Any) -> WorkerView:
+    """A ready worker; its role by the first letter of its id."""
+    record = WorkerRecord(
+        worker_id=worker_id,
+        incarnation="i",
+        role=WorkerRole.PREFILL if worker_id.startswith("p") else WorkerRole.DECODE,
+        state=WorkerState.READY,
+        address="a:1",
+        host_id="host",
+        fingerprint=replace(OURS, dtype="float32"),
+        block_size=16,
+        num_blocks=10,
+        max_num_seqs=2,
+        max_context_tokens=8192,
+    )
+    return WorkerView(
+        record=replace(record, **changes),
+        granted_blocks=granted_blocks,
+        granted_seqs=granted_seqs,
+        heartbeat_age_s=0.1,
+    )
+
+
+def test_a_route_takes_blocks_for_the_prompt_and_for_all() -> None:
+    expected = Route(prefill_id="p1", decode_id="d1", prefill_blocks=3, decode_blocks=4)
+    assert ROUTER.choose_route(TICKET, [view("p1"), view("d1")]) == expected
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"granted_seqs": 2}, {}),
+        ({"granted_blocks": 8}, {}),
+        ({}, {"granted_seqs": 2}),
+        ({}, {"granted_blocks": 7}),
+        ({}, {"max_context_tokens": 63}),
+        ({"state": WorkerState.DRAINING}, {}),
+        ({}, {"state": WorkerState.DRAINING}),
+        ({"fingerprint": replace(OURS, tokenizer="x")}, {}),
+        ({}, {"fingerprint": replace(OURS, weights="x")}),
+        ({}, {"fingerprint": replace(OURS, dtype="bfloat16")}),
+        ({}, {"host_id": "elsewhere"}),
+        ({}, {"block_size": 32}),
+    ],
+)
+def test_no_route_without_credit_and_fit_on_both_sides(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    assert ROUTER.choose_route(TICKET, [view("p1", **prefill), view("d1", **decode)]) is None
+
+
+@pytest.mark.parametrize("edge", [{"granted_blocks": 6, "granted_seqs": 1}, {"max_context_tokens": 64}])
+def test_credit_may_be_used_up_to_its_end(edge: dict[str, Any]) -> None:
+    assert ROUTER.choose_route(TICKET, [view("p1"), view("d1", **edge)]) is not None
+
+
+def test_the_least_loaded_pair_wins_whatever_the_order() -> None:
+    views = [view("p1", granted_blocks=5), view("p2"), view("d1"), view("d2", granted_blocks=1)]
+    for order in (views, views[::-1]):
+        route = ROUTER.choose_route(TICKET, order)
+        assert (route.prefill_id, route.decode_id) == ("p2", "d1")
+
+
+def test_ties_go_by_name_so_that_all_gateways_agree() -> None:
+    views = [view(name) for name in ("p2", "d2", "p1", "d1")]
+    for order in (views, views[::-1]):
+        route = ROUTER.choose_route(TICKET, order)
+        assert (route.prefill_id, route.decode_id) == ("p1", "d1")
+
+
+def test_a_pair_may_be_the_only_one_that_shares_a_host() -> None:
+    views = [view("p1", host_id="a"), view("p2", host_id="b", granted_blocks=5), view("d1", host_id="b")]
+    assert ROUTER.choose_route(TICKET, views).prefill_id == "p2"
+
+
+def test_has_pair_looks_past_credit() -> None:
+    assert ROUTER.has_pair([view("p1", granted_seqs=2), view("d1", granted_blocks=10)])
+    assert not ROUTER.has_pair([view("p1"), view("p2")])
+    assert not ROUTER.has_pair([])
+
+
+def test_most_output_tokens_is_what_an_idle_pair_could_hold() -> None:
+    busy = [view("p1", granted_blocks=10), view("d1", granted_blocks=10)]
+    assert ROUTER.most_output_tokens(60, busy) == 100
+    assert ROUTER.most_output_tokens(160, busy) == 0
+    # The prompt does not fit the prefill worker's pool.
+    assert ROUTER.most_output_tokens(60, [view("p1", num_blocks=3), view("d1")]) == 0
+    assert ROUTER.most_output_tokens(60, [view("p1"), view("d1", max_context_tokens=64)]) == 4
+    assert ROUTER.most_output_tokens(1, []) == 0
+
+
+def test_classes() -> None:
+    assert [classify(tokens, long_prompt_tokens=1024) for tokens in (1, 1023, 1024, 8000)] == [
+        "chat",
+        "chat",
+        "long",
+        "long",
+    ]
