@@ -61,7 +61,7 @@ class Conversation:
 def chat(address: str, template: GenerateRequest, console: Console) -> None:
     """Reads turns and streams answers until the end of the input."""
     _enable_line_editing()
-    console.print("Ctrl-C stops an answer, Ctrl-D ends, /help shows more.", style="dim")
+    console.print("Ctrl-C stops an answer, Ctrl-D ends, /help shows more.", style="dim", highlight=False)
     conversation = Conversation(template)
     with asyncio.Runner() as runner:
         channel = connect(address)
@@ -107,7 +107,7 @@ def _answer(
     try:
         stats = runner.run(conversation.say(client, text, write))
     except KeyboardInterrupt:  # the runner has cancelled the call
-        console.print("\n(stopped)", style="dim")
+        console.print("\n(stopped)", style="dim", highlight=False)
     except ServingError as error:
         console.print(error.message, style="red", markup=False, highlight=False)
     else:

@@ -82,7 +82,11 @@ class GatewayClient:
             return UnavailableError(f"no gateway answers at {self._address}; `baton up` starts one")
         explained = from_call(error)
         if isinstance(explained, ResourceExhaustedError) and explained.retry_after_s is not None:
-            explained.message += f"; a retry can succeed in {explained.retry_after_s:.1f} s"
+            return ResourceExhaustedError(
+                f"{explained.message}; a retry can succeed in {explained.retry_after_s:.1f} s",
+                reason=explained.reason,
+                retry_after_s=explained.retry_after_s,
+            )
         return explained
 
 
