@@ -7,6 +7,7 @@ generation after a piece was copied, then the source had not yet let go of the b
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from baton.core.errors import InvalidArgumentError
-from kv_transfer.errors import PeerGoneError, PoolMismatchError, StaleLeaseError
+from kv_transfer.errors import NoTransportError, PeerGoneError, PoolMismatchError, StaleLeaseError
 from kv_transfer.transport import ReadResult
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ class FencedReader:
     def read(self, descriptor: KVDescriptor, into: KVPool, block_ids: Sequence[int]) -> ReadResult:
         """See `KVReader.read`."""
         started_s = time.perf_counter()
-        destination = flat_blocks(into.tensor)
+        destination = self._destination(into, block_ids, len(descriptor.block_ids))
         with self._lock:
             self._require_open()
-            self._require_readable(descriptor, block_ids)
+            self._require_readable(descriptor)
             self._require_fence(descriptor)
         for start in range(0, len(block_ids), self._piece_blocks):
             piece = slice(start, start + self._piece_blocks)
@@ -122,7 +123,7 @@ class FencedReader:
         if self._closed:
             raise PeerGoneError(f"the pool of {self._peer} was given up")
 
-    def _require_readable(self, descriptor: KVDescriptor, block_ids: Sequence[int]) -> None:
+    def _require_readable(self, descriptor: KVDescriptor) -> None:
         if descriptor.peer != self._peer:
             raise PoolMismatchError(f"a lease of {descriptor.peer} cannot be read from the pool of {self._peer}")
         descriptor.require_fits(self._layout)
@@ -133,7 +134,15 @@ class FencedReader:
             raise InvalidArgumentError("kv.lease_slot", f"must be below {self._memory.num_slots}")
         if descriptor.generation == 0:  # the word of a slot without a lease
             raise InvalidArgumentError("kv.generation", "must not be 0")
-        assert len(block_ids) == len(descriptor.block_ids), "as many blocks to fill as to read"
+
+    def _destination(self, into: KVPool, block_ids: Sequence[int], num_wanted: int) -> torch.Tensor:
+        """The pool's blocks as uint8 [num_blocks, block_bytes], not copied. NoTransportError unless in CPU memory."""
+        if into.device.type != "cpu":
+            raise NoTransportError(f"{self._memory.name} is read into CPU memory, this pool is on {into.device}")
+        assert into.layout == self._layout, "the pool that the handshake was made for"
+        assert len(block_ids) == num_wanted, "as many blocks to fill as to read"
+        assert all(0 <= block_id < into.num_blocks for block_id in block_ids), "blocks of this pool"
+        return flat_blocks(into.tensor)
 
     def _require_fence(self, descriptor: KVDescriptor) -> None:
         if self._memory.fence(descriptor.lease_slot) != descriptor.generation:
@@ -146,5 +155,14 @@ def flat_blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(source: torch.Tensor, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
+    """Copies runs of blocks with the interpreter's lock released, on this thread alone.
+
+    Not `Tensor.copy_`: that splits each copy over torch's threads and waits for all of them, while the other cores
+    are busy with a step, or with another worker's.
+    """
+    block_bytes = source.shape[1]
+    source_address, destination_address = source.data_ptr(), destination.data_ptr()
     for from_id, to_id, length in runs:
-        destination[to_id : to_id + length].copy_(source[from_id : from_id + length])
+        ctypes.memmove(
+            destination_address + to_id * block_bytes, source_address + from_id * block_bytes, length * block_bytes
+        )

@@ -36,8 +36,9 @@ class KVReader(Protocol):
         caller, even when the request is aborted meanwhile.
 
         Raises StaleLeaseError when the lease ended before the copy did, PeerGoneError when the reader was closed
-        meanwhile, PoolMismatchError for a descriptor of another life of the source, and InvalidArgumentError for
-        blocks that do not exist or are too few or too many.
+        meanwhile, PoolMismatchError for a descriptor of another life of the source, NoTransportError when the
+        transport can't fill this kind of memory, and InvalidArgumentError for blocks that do not exist or are too
+        few or too many.
         """
         ...
 

@@ -16,7 +16,7 @@ from baton.core.model import KVLayout
 from baton.engine.kv_pool import KVPool
 from kv_transfer import fenced
 from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
-from kv_transfer.errors import PeerGoneError, PoolMismatchError, StaleLeaseError
+from kv_transfer.errors import NoTransportError, PeerGoneError, PoolMismatchError, StaleLeaseError
 from kv_transfer.lease import Lease, LeaseOutcome, LeaseTable
 from kv_transfer.memory import MemoryPool
 from kv_transfer.readers import PeerReaders
@@ -192,9 +192,14 @@ def test_closing_during_a_read_ends_it_at_the_next_piece(source, into, monkeypat
 def test_a_descriptor_that_does_not_belong_here_is_refused(source, reader, into, change, error, field):
     descriptor = replace(source.grant(1, 2), **change)
     with pytest.raises(error) as refusal:
-        reader.read(descriptor, into, [0, 1])
+        reader.read(descriptor, into, list(range(len(descriptor.block_ids))))
     assert getattr(refusal.value, "field", None) == field
     assert not into.tensor.any()
+
+
+def test_a_pool_outside_cpu_memory_is_refused(source, reader):
+    with pytest.raises(NoTransportError, match="meta"):
+        reader.read(source.grant(1), KVPool(LAYOUT, NUM_BLOCKS, device="meta"), [0])
 
 
 def test_readers_are_opened_once_a_peer_and_closed_when_it_dies(source, into):
