@@ -145,7 +145,7 @@ def test_seed_and_position_both_count():
 
 
 def test_the_uniform_stays_the_same_for_ever():
-    """A worker of another version continues a stream only when these numbers never change; expected values are numpy's."""
+    """A worker of another version continues a stream only when these numbers never change. Values: numpy's."""
     assert uniform(0, 0) == 0.6524484863740322
     assert uniform(12345, 678) == 0.8468128010864124
     assert uniform(2**64 - 1, 8191) == 0.9065873334251889
