@@ -86,6 +86,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             GatewayServicer(services, requests),
             gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"],
         )
+        stack.push_async_callback(server.drain)
+        # Before anything runs: a port that is taken is the end.
+        await server.start()
         fleet = Fleet(queue, router, channels, server)
         async with asyncio.TaskGroup() as tasks:
             background = [
@@ -95,7 +98,6 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 ),
             ]
             try:
-                await server.start()
                 _log.info("listening", extra={"address": server.address, "model": model.name})
                 await stop.wait()
             finally:

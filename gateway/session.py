@@ -142,14 +142,13 @@ class Session:
             )
             async with self._prefill(grant, attempt) as (call, first):
                 await emit(self._output.push((first.token_id,)))
-                if first.kv is None or self._output.is_stopped:
-                    await self._finish(first.finish_reason, first, emit)
-                    return
+                has_more = first.kv is not None and not self._output.is_stopped
                 async with asyncio.TaskGroup() as tasks:
                     release = tasks.create_task(_release_prefill(call, place))
-                    reason = await self._decode(grant, attempt, first, emit)
+                    reason = await self._decode(grant, attempt, first, emit) if has_more else first.finish_reason
                     await self._finish(reason, first, emit)
-                    await asyncio.wait([release], timeout=_RELEASE_WAIT_S)
+                    if has_more or first.kv is None:  # else nobody takes the cache over: leaving gives it up
+                        await asyncio.wait([release], timeout=_RELEASE_WAIT_S)
                     release.cancel()
 
     async def _tokenize(self) -> tuple[int, ...]:

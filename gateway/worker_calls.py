@@ -124,6 +124,11 @@ class _WorkerStream:
             response = await self._call.read()
         return None if response is grpc.aio.EOF else response
 
+    async def end(self) -> None:
+        """Reads what is left, so that the call ends with its own status and not with our cancellation."""
+        while await self.read() is not None:
+            pass
+
     def fault(self, description: str) -> InternalError:
         """The error for a stream that breaks the contract."""
         return InternalError(
@@ -175,10 +180,8 @@ class PrefillCall(_WorkerCall):
         raise self._stream.cut_short()
 
     async def released(self) -> None:
-        """Waits until the worker's blocks are free."""
-        while (response := await self._stream.read()) is not None:
-            if response.WhichOneof("event") == "released":
-                return
+        """Waits until the worker's blocks are free and the call has ended."""
+        await self._stream.end()
 
     def _checked(self, first: prefill_pb2.FirstToken) -> FirstToken:
         kv = first.kv if first.HasField("kv") else None
@@ -214,6 +217,7 @@ class DecodeCall(_WorkerCall):
         if kind == "tokens":
             return self._tokens(event)
         if kind == "finished":
+            await self._stream.end()
             return DecodeEnd(read_finish_reason(event.reason))
         raise self._stream.fault("took the KV cache over twice")
 

@@ -229,7 +229,7 @@ class Deployment:
     async def assert_idle(self) -> None:
         """No call, no ticket, no credit is left."""
         await eventually(lambda: (self.prefill.num_active, self.decode.num_active, self.queue.num_live) == (0, 0, 0))
-        assert self.metric("baton_num_requests_running") == 0
+        await eventually(lambda: self.metric("baton_num_requests_running") == 0)
         for name in CLASSES:
             assert self.metric("baton_num_requests_waiting", queue_class=name) == 0
         await eventually(self.nothing_held)

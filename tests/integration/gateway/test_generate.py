@@ -267,10 +267,12 @@ async def test_a_full_queue_says_when_to_come_back(deployment: Deployment) -> No
             yield response
 
     deployment.script.prefill = prefill
-    # Four slots and eight places.
-    calls = [deployment.stub.Generate(gateway_pb2.GenerateRequest(text="x")) for _ in range(12)]
-    positions = [(await call.read()).accepted.queue_position for call in calls]
-    assert max(positions) >= 7
+    calls = [deployment.stub.Generate(gateway_pb2.GenerateRequest(text="x")) for _ in range(4)]
+    await eventually(lambda: deployment.prefill.num_active == 4)
+    # All slots are taken; there are eight places.
+    calls += [deployment.stub.Generate(gateway_pb2.GenerateRequest(text="x")) for _ in range(8)]
+    positions = [(await call.read()).accepted.queue_position for call in calls[4:]]
+    assert sorted(positions) == list(range(8))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await deployment.stub.Complete(gateway_pb2.GenerateRequest(text="x"))
     error = from_call(caught.value)
