@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # RESP2: the subscription has a connection of its own, so nothing here needs push messages.
 _PROTOCOL = 2
 _OLDEST_VERSION = (6, 2)
-_MAX_CONNECTIONS = 16
+# `Commands` admits fewer calls at a time than there are connections; beyond this the pool would refuse.
+_MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +70,9 @@ async def connect(settings: RedisSettings) -> RedisConnection:
 
 def _clients(settings: RedisSettings) -> RedisConnection:
     timeout_s = settings.socket_timeout_s
-    commands = BlockingConnectionPool.from_url(
+    commands = ConnectionPool.from_url(
         settings.url,
         max_connections=_MAX_CONNECTIONS,
-        timeout=timeout_s,
         protocol=_PROTOCOL,
         decode_responses=True,
         socket_timeout=timeout_s,
@@ -80,10 +80,9 @@ def _clients(settings: RedisSettings) -> RedisConnection:
         # Not for timeouts: a Redis that stalls would be asked again while the request waits.
         retry=Retry(ConstantBackoff(0.02), 2, supported_errors=(RedisConnectionError,)),
     )
-    subscriber = BlockingConnectionPool.from_url(
+    subscriber = ConnectionPool.from_url(
         settings.url,
         max_connections=2,
-        timeout=timeout_s,
         protocol=_PROTOCOL,
         decode_responses=True,
         socket_timeout=None,

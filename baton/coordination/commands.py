@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,18 @@ from redis.exceptions import RedisError
 from baton.core.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from redis.commands.core import AsyncScript
 
     from baton.coordination.client import RedisConnection
     from baton.coordination.keys import Keys
 
 _NAMES = ("heartbeat", "deregister", "workers", "admit", "grant", "release", "renew", "restore", "status", "audit")
+
+
+# Calls of one instance at a time. Redis runs one script after the other anyway.
+_MAX_CALLS = 16
 
 
 class Commands:
@@ -27,6 +34,7 @@ class Commands:
         self._timeout_s = timeout_s
         self._scripts: dict[str, AsyncScript] = {}
         self._is_available = True
+        self._slots = asyncio.Semaphore(_MAX_CALLS)
         folder = resources.files("baton.coordination") / "scripts"
         common = (folder / "common.lua").read_text(encoding="utf-8")
         for name in _NAMES:
@@ -45,11 +53,26 @@ class Commands:
         is idempotent.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await self._scripts[name](keys=self._keys, args=args)
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                with no_lost_cancel():
+                    reply = await self._scripts[name](keys=self._keys, args=args)
         except (RedisError, OSError, TimeoutError) as error:
             self._is_available = False
             cause = type(error).__name__
             raise UnavailableError(f"Redis is away ({cause}); try again", reason="REDIS_UNAVAILABLE") from error
         self._is_available = True
         return reply
+
+
+@contextmanager
+def no_lost_cancel() -> Iterator[None]:
+    """Raises, at the end of the block, a cancellation of the current task that came in it and was lost.
+
+    redis-py sends with asyncio.wait_for, which on Python 3.11 returns normally when it is cancelled just as its work is
+    done (https://github.com/python/cpython/issues/86296). A task that was being cancelled before goes on: it cleans up.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
-from baton.coordination.commands import Commands
+from baton.coordination.commands import Commands, no_lost_cancel
 from baton.coordination.dispatch import Dispatcher
 from baton.coordination.place import Place
 from baton.coordination.wire import decode_grant, decode_snapshot, decode_views, encode_ticket
@@ -188,10 +188,13 @@ class AdmissionQueue:
         except (ResourceExhaustedError, AlreadyExistsError):
             self._forget(place)
             raise
-        except BaseException:
-            # Cancelled, or no answer in time: the ticket may be in the queue, or get there.
+        except UnavailableError:
+            # No answer in time: the ticket may get into the queue all the same.
             self._forget(place)
             self._start(self._release("all", ticket.attempt_id))
+            raise
+        except asyncio.CancelledError:
+            await self.leave(place)
             raise
 
     async def leave(self, place: Place) -> None:
@@ -228,7 +231,7 @@ class AdmissionQueue:
         _, place.position, order, since, snapshot = reply
         place.order, place.since_ms, place.is_admitted = int(order), int(since), True
         self._see(decode_snapshot(snapshot))
-        if place.has_ended:  # its request was cancelled while Redis answered
+        if place.has_ended:  # its request was cancelled, twice, while Redis answered
             self._start(self._release("all", ticket.attempt_id))
 
     async def _release(self, what: str, *attempts: str) -> None:
@@ -256,7 +259,7 @@ class AdmissionQueue:
         return False
 
     async def _owned(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` to its end even when the caller is cancelled meanwhile."""
+        """Runs `work` to its end, even when the caller is cancelled meanwhile: that takes effect after the end."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.add_done_callback(lambda future: future.exception())  # a cancelled caller does not ask for it
 
@@ -274,14 +277,19 @@ class AdmissionQueue:
         if not self._start(carry()):
             work.close()
             raise _shutting_down()
-        await asyncio.shield(done)
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait({done})  # bounded by the call's timeout; a second cancellation ends it
+            raise
 
     async def _listen(self) -> None:
         """Hears of grants by others and of new credit; what is missed while disconnected, a tick finds."""
         while True:
             pubsub = self._subscriber.pubsub()
             try:
-                await pubsub.subscribe(self._wake_channel, self._own_channel)
+                with no_lost_cancel():
+                    await pubsub.subscribe(self._wake_channel, self._own_channel)
                 self._tick_now.set()
                 async for message in pubsub.listen():
                     if message["type"] != "message":

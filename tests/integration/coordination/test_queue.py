@@ -209,16 +209,15 @@ async def test_credit_is_never_given_twice(stage: Stage):
             for worker in (grant.prefill.worker_id, grant.decode.worker_id):
                 running[worker] = running.get(worker, 0) + 1
                 peak[worker] = max(peak.get(worker, 0), running[worker])
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)  # the work
             for worker in (grant.prefill.worker_id, grant.decode.worker_id):
                 running[worker] -= 1
 
     async with AsyncExitStack() as stack:
         queues = [await stack.enter_async_context(stage.gateway(f"g{i}", tick_s=0.5)) for i in range(4)]
-        async with stage.beating("p1", "p2", "d1", "d2", max_num_seqs=2, num_blocks=25):
-            async with asyncio.TaskGroup() as tasks:
-                for i in range(40):
-                    tasks.create_task(serve(queues[i % 4], str(i)))
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(30):
+                tasks.create_task(serve(queues[i % 4], str(i)))
         assert max(peak.values()) == 2
         await stage.assert_idle(queues[0])
 
@@ -265,20 +264,9 @@ async def test_cancelling_at_any_point_frees_once(stage: Stage, rounds: int):
             await asyncio.sleep(0.0004)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await stage.eventually(lambda: ended(stage), within_s=1.0)
         await stage.assert_idle(queue)
         async with queue.admit(ticket("2", request_id="r-1")) as place:
             await place.granted()
-
-
-async def ended(stage: Stage) -> bool:
-    return not await stage.connection.commands.exists(*[key for key in tickets_and_grants()])
-
-
-def tickets_and_grants() -> list[str]:
-    from tests.fixtures.coordination import KEYS
-
-    return [KEYS.all[5], KEYS.all[8]]
 
 
 async def test_ending_the_queue_frees_what_it_holds(stage: Stage):
