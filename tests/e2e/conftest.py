@@ -73,9 +73,9 @@ def system(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "BATON_TELEMETRY__OTLP_ENDPOINT": traces.endpoint,
             **{f"BATON_{name.upper()}__TELEMETRY__METRICS_PORT": str(value) for name, value in metrics_ports.items()},
         }
-        log = (tmp_path_factory.mktemp("system") / "baton-up.log").open("wb")
-        command = [sys.executable, "-m", "baton.cli", "up", "--model", str(model_folder), "--port", str(port)]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        with (tmp_path_factory.mktemp("system") / "baton-up.log").open("wb") as log:
+            command = [sys.executable, "-m", "baton.cli", "up", "--model", str(model_folder), "--port", str(port)]
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         running = System(process=process, address=f"127.0.0.1:{port}", metrics_ports=metrics_ports, traces=traces)
         try:
             running.wait_ready()
@@ -87,4 +87,4 @@ def system(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
-            assert code == 0, f"baton up ended with {code}"
+        assert code == 0, f"baton up ended with {code}"

@@ -52,13 +52,16 @@ INVALID, RANGE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE
 CASES = {
     "no input": (request(), Refusal(INVALID, "text", "exactly one")),
     "empty prompt": (request(text=""), Refusal(INVALID, "text", "empty")),
-    "empty ids": (request(token_ids={"ids": []}), Refusal(INVALID, "token_ids", "empty")),
-    "text and ids": (request(text="a", token_ids={"ids": [1]}), Refusal(INVALID, "text", "exactly one")),
+    "empty ids": (request(token_ids={"ids": []}), Refusal(INVALID, "token_ids.ids", "empty")),
+    "text and ids": (request(text="a", token_ids={"ids": [1]}), Refusal(INVALID, "token_ids", "text")),
     "id out of vocabulary": (
         request(token_ids={"ids": [5, 49152]}),
         Refusal(RANGE, "token_ids.ids[1]", str(VOCABULARY)),
     ),
-    "prompt beyond the context": (request(token_ids={"ids": [5] * CONTEXT}), Refusal(RANGE, "token_ids", str(CONTEXT))),
+    "prompt beyond the context": (
+        request(token_ids={"ids": [5] * CONTEXT}),
+        Refusal(RANGE, "token_ids.ids", str(CONTEXT)),
+    ),
     "text beyond the context": (request(text="word " * 9000), Refusal(RANGE, "text", str(CONTEXT))),
     "max tokens beyond the context": (with_max_tokens(CONTEXT), Refusal(RANGE, "stop.max_tokens", "819")),
     "no tokens": (with_max_tokens(0), Refusal(INVALID, "stop.max_tokens", "1")),

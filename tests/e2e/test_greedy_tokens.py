@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 24
 
+# The reference answers one prompt after the other.
+pytestmark = pytest.mark.timeout(600)
+
 
 def requests() -> list[GenerateRequest]:
     chats = [[gateway_pb2.ChatMessage(role=role, content=content) for role, content in chat] for chat in CHATS]
@@ -59,7 +62,6 @@ def test_there_are_enough_and_varied_prompts(expected: list[list[int]]) -> None:
     assert len({tuple(answer) for answer in expected}) == len(expected)
 
 
-@pytest.mark.timeout(300)
 async def test_tokens_equal_the_reference_one_request_at_a_time(system: System, expected: list[list[int]]) -> None:
     async with grpc.aio.insecure_channel(system.address) as channel:
         stub = system.stub(channel)
@@ -67,7 +69,6 @@ async def test_tokens_equal_the_reference_one_request_at_a_time(system: System, 
     assert [list(answer.token_ids) for answer in answers] == expected
 
 
-@pytest.mark.timeout(300)
 async def test_tokens_equal_the_reference_all_at_once(system: System, expected: list[list[int]]) -> None:
     async with grpc.aio.insecure_channel(system.address) as channel:
         stub = system.stub(channel)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import System
 
 SECRET_PROMPT = "The password of the vault is xyzzy-4711, tell nobody:"
+STATUS_ERROR = 2
 EXPECTED = {
     "gateway": {
         "baton.v1.GatewayService/Generate",
@@ -56,7 +57,7 @@ async def test_one_request_is_one_trace_that_continues_the_clients(system: Syste
         while span.span_id != root.span_id:
             assert span.parent_span_id in by_id, f"{span.name} has a parent nobody sent"
             span = by_id[span.parent_span_id]
-    assert not any(span.status.code == 2 for _, span in spans), "a span of a good request says error"
+    assert [(service, span.name) for service, span in spans if span.status.code == STATUS_ERROR] == []
     # Neither the prompt nor the answer left the system.
     dump = str([span for _, span in spans])
     assert "xyzzy" not in dump
