@@ -68,8 +68,8 @@ class Commands:
 def no_lost_cancel() -> Iterator[None]:
     """Raises, at the end of the block, a cancellation of the current task that came in it and was lost.
 
-    redis-py sends with asyncio.wait_for, which on Python 3.11 returns normally when it is cancelled just as its work is
-    done (https://github.com/python/cpython/issues/86296). A task that was being cancelled before goes on: it cleans up.
+    redis-py sends with asyncio.wait_for, which on Python 3.11 returns normally when it is cancelled just as its work
+    is done. A task that was being cancelled before the block goes on: it cleans up.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0

@@ -1,0 +1,196 @@
+"""Admissions, grants, releases, deaths and losses in any order: the sums agree and every ticket ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from baton.coordination.client import connect
+from baton.coordination.commands import Commands
+from baton.coordination.wire import decode_snapshot, encode_record, encode_ticket
+from tests.fixtures.coordination import KEYS, record, ticket
+
+if TYPE_CHECKING:
+    from baton.coordination.embedded import EmbeddedRedis
+
+CREDIT, TICKETS, GRANTS, LEASES = KEYS.all[4], KEYS.all[5], KEYS.all[8], KEYS.all[9]
+BLOCKS, SEQS, MAX_PREFILLS, MAX_WAITING = 30, 3, 2, 4
+WORKERS = ("p1", "p2", "d1", "d2")
+CLASSES = ("chat", "long")
+LEASE_MS = 600_000
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Drives the scripts as several gateways would, beside a model of what must come of it."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.connection = self.do(connect(SimpleNamespace(url=self.url, socket_timeout_s=5.0)))
+        self.do(self.connection.commands.flushall())
+        self.commands = Commands(self.connection, KEYS, timeout_s=5.0)
+        self.incarnations = dict.fromkeys(WORKERS, 0)
+        self.count = 0
+        self.waiting: dict[str, dict[str, Any]] = {}
+        self.granted: dict[str, dict[str, Any]] = {}
+        for worker_id in WORKERS:
+            self.beat(worker_id)
+
+    def do(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def call(self, name: str, *args: Any) -> Any:
+        return self.do(self.commands.call(name, *args))
+
+    def beat(self, worker_id: str) -> None:
+        incarnation = f"i{self.incarnations[worker_id]}"
+        raw = encode_record(record(worker_id, incarnation=incarnation, num_blocks=BLOCKS, max_num_seqs=SEQS))
+        assert self.call("heartbeat", worker_id, incarnation, raw, KEYS.wake_channel) == 1
+
+    def teardown(self) -> None:
+        self.end(sorted(self.waiting | self.granted))
+        self.sums_agree()
+        assert self.do(self.connection.commands.exists(CREDIT, TICKETS, GRANTS, LEASES)) == 0
+        self.do(self.connection.close())
+        self.loop.close()
+
+    def end(self, attempts: list[str]) -> None:
+        self.call("release", "all", *attempts)
+        for attempt in attempts:
+            self.waiting.pop(attempt, None)
+            self.granted.pop(attempt, None)
+
+    @rule(queue_class=st.sampled_from(CLASSES), blocks=st.integers(1, 12), repeat=st.booleans())
+    def admit(self, queue_class: str, blocks: int, repeat: bool) -> None:
+        name = str(self.count)
+        self.count += 1
+        wanted = ticket(name, queue_class=queue_class, prompt_tokens=blocks * 16)
+        fields = encode_ticket(wanted, "g1")
+        ahead = sum(entry["ticket"]["class"] == queue_class for entry in self.waiting.values())
+        for _ in range(1 + repeat):
+            reply = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000)
+            if ahead >= MAX_WAITING:
+                assert reply[:3] == ["full", "requests", ahead]
+                return
+            assert reply[:2] == ["admitted", ahead]
+        restored = {"attempt_id": f"a-{name}", "ticket": fields | {"order": int(reply[2]), "since": int(reply[3])}}
+        self.waiting[f"a-{name}"] = restored
+        twin = json.dumps(fields)
+        assert self.call("admit", f"twin-{name}", twin, LEASE_MS, MAX_WAITING, 100_000) == ["exists"]
+
+    @rule(prefill=st.sampled_from(("p1", "p2")), decode=st.sampled_from(("d1", "d2")), data=st.data())
+    @precondition(lambda self: self.waiting)
+    def grant(self, prefill: str, decode: str, data: st.DataObject) -> None:
+        """Tries a ticket that may or may not be a head, on a pair that may or may not have credit."""
+        attempt = data.draw(st.sampled_from(sorted(self.waiting)))
+        entry = self.waiting[attempt]
+        queue_class, blocks = entry["ticket"]["class"], entry["ticket"]["prompt_tokens"] // 16
+        args = (attempt, prefill, decode, blocks, blocks, MAX_PREFILLS, 1.0, 0, "g1", KEYS.gateway_channel(""))
+        first = next(name for name, other in self.waiting.items() if other["ticket"]["class"] == queue_class)
+        prefills = sum(g["prefill"]["held"] and g["class"] == queue_class for g in self.grants())
+        fits = all(self.held(w)[0] + blocks <= BLOCKS and self.held(w)[1] < SEQS for w in (prefill, decode))
+        expected = "stale" if first != attempt else "prefills" if prefills >= MAX_PREFILLS else "credit"
+        if first == attempt and prefills < MAX_PREFILLS and fits:
+            expected = "granted"
+        status, rest, *_ = self.call("grant", *args)
+        assert status == expected
+        if status == "granted":
+            assert self.call("grant", *args)[0] == "granted"  # a repeated command charges once
+            del self.waiting[attempt]
+            self.granted[attempt] = entry | {
+                "grant": {
+                    "class": queue_class,
+                    "queue_ms": 0,
+                    "prefill": self.side(prefill, blocks),
+                    "decode": self.side(decode, blocks),
+                }
+            }
+        snapshot = decode_snapshot(rest)
+        heads = [head.ticket.queue_class for head in snapshot.heads] if snapshot else []
+        assert sorted(heads) == sorted({entry["ticket"]["class"] for entry in self.waiting.values()})
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.granted)
+    def end_prefill(self, data: st.DataObject) -> None:
+        attempt = data.draw(st.sampled_from(sorted(self.granted)))
+        self.call("release", "prefill", attempt)
+        self.granted[attempt]["grant"]["prefill"]["held"] = False
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting or self.granted)
+    def leave(self, data: st.DataObject) -> None:
+        self.end([data.draw(st.sampled_from(sorted(self.waiting | self.granted)))])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting or self.granted)
+    def lose_a_lease(self, data: st.DataObject) -> None:
+        """Its gateway died: the next one that renews ends it."""
+        attempt = data.draw(st.sampled_from(sorted(self.waiting | self.granted)))
+        self.call("renew", LEASE_MS)  # not after a standstill
+        self.do(self.connection.commands.hdel(KEYS.all[10], "hold"))
+        self.do(self.connection.commands.zadd(LEASES, {attempt: 1}))
+        self.call("renew", LEASE_MS)
+        self.waiting.pop(attempt, None)
+        self.granted.pop(attempt, None)
+
+    @rule(worker_id=st.sampled_from(WORKERS))
+    def restart_a_worker(self, worker_id: str) -> None:
+        self.incarnations[worker_id] += 1
+        self.beat(worker_id)
+        for grant in self.grants():
+            for side in (grant["prefill"], grant["decode"]):
+                side["held"] = side["held"] and side["id"] != worker_id
+
+    @rule(workers_first=st.booleans())
+    def lose_the_database(self, workers_first: bool) -> None:
+        self.do(self.connection.commands.flushall())
+        self.do(self.connection.commands.script_flush())
+        if workers_first:
+            for worker_id in WORKERS:
+                self.beat(worker_id)
+        everything = self.waiting | self.granted
+        unknown, *_ = self.call("renew", LEASE_MS, *[part for attempt in everything for part in (attempt, 1)])
+        assert sorted(unknown) == sorted(everything)
+        for _ in range(2):
+            self.call("restore", LEASE_MS, json.dumps(list(everything.values())))
+        for worker_id in WORKERS:
+            self.beat(worker_id)
+
+    def side(self, worker_id: str, blocks: int) -> dict[str, Any]:
+        incarnation = f"i{self.incarnations[worker_id]}"
+        return {"id": worker_id, "incarnation": incarnation, "blocks": blocks, "held": True}
+
+    def grants(self) -> list[dict[str, Any]]:
+        return [entry["grant"] for entry in self.granted.values()]
+
+    def held(self, worker_id: str) -> tuple[int, int]:
+        sides = [side for grant in self.grants() for side in (grant["prefill"], grant["decode"])]
+        blocks = [side["blocks"] for side in sides if side["id"] == worker_id and side["held"]]
+        return sum(blocks), len(blocks)
+
+    @invariant()
+    def sums_agree(self) -> None:
+        assert self.call("audit") == []
+        rows = self.call("workers")
+        assert [(row[2], row[3]) for row in rows] == [self.held(worker_id) for worker_id in sorted(WORKERS)]
+        assert set(self.do(self.connection.commands.hkeys(TICKETS))) == set(self.waiting) | set(self.granted)
+        for waiting, *_ in self.call("status", *CLASSES):
+            assert waiting <= MAX_WAITING
+
+
+def test_sums_agree_whatever_happens(redis_server: EmbeddedRedis):
+    machine = type("Machine", (QueueMachine,), {"url": redis_server.url})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
