@@ -241,6 +241,7 @@ class Session:
                     await emit(delta)
                     if self._output.is_stopped:
                         return FinishReason.STOP  # leaving the block cancels the call
+                await call.ended()
                 return event.reason
 
     async def _finish(self, reason: FinishReason | None, first: FirstToken, emit: Emit) -> None:
@@ -299,6 +300,7 @@ async def _release_prefill(call: PrefillCall, place: Place) -> None:
         # The decode worker notices by itself if it still needed the blocks; then its stream carries the error.
         _log.warning("prefill worker failed after the first token: %s", error.reason)
     await place.release_prefill()
+    await call.ended()
 
 
 def _no_worker(model: str) -> UnavailableError:

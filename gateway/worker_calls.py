@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from baton.core.workers import WorkerRecord
     from baton.rpc.channels import ChannelPool
     from baton.v1 import kv_transfer_pb2
+
+_END_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,16 @@ class _WorkerCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stream.cancel()
+
+    async def ended(self) -> None:
+        """After the last event: lets the call end with its own status, for leaving the block would cancel it.
+
+        Raises nothing, for the result is here already. Waits a second at most.
+        """
+        with suppress(TimeoutError, ServingError):
+            async with asyncio.timeout(_END_WAIT_S):
+                while await self._stream.read() is not None:
+                    pass
 
 
 class PrefillCall(_WorkerCall):

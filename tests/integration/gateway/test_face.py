@@ -134,6 +134,8 @@ async def test_one_trace_tells_a_request_s_way(deployment: Deployment, spans: In
     assert attributes["baton.request_id"] == "traced"
     assert attributes["gen_ai.usage.input_tokens"] == answer.finished.usage.prompt_tokens
     assert attributes["gen_ai.usage.output_tokens"] == answer.finished.usage.completion_tokens
+    # All went well, and no call ends as cancelled.
+    assert {span.status.status_code for span in spans.get_finished_spans()} == {StatusCode.UNSET}
     assert not any("secret" in str(span.to_json()) for span in found.values())
 
 

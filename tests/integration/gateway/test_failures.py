@@ -283,12 +283,9 @@ async def test_a_cancel_that_comes_at_a_worker(deployment: Deployment, point: st
 
 
 async def test_a_cancel_in_the_queue(deployment: Deployment) -> None:
-    reached = stalling(deployment, "prefill")
+    stalling(deployment, "prefill")
     running = [deployment.stub.Generate(PROMPT) for _ in range(4)]
-    for call in running:
-        await call.read()
-    async with asyncio.timeout(5):
-        await reached.wait()
+    await eventually(lambda: deployment.prefill.num_active == 4)
     waiting = deployment.stub.Generate(PROMPT)
     await waiting.read()
     assert deployment.metric("baton_num_requests_waiting", queue_class="chat") == 1
@@ -390,8 +387,7 @@ async def test_a_wait_in_the_queue_has_an_end(
     async with deployed(redis_server.url, model, tokenizer, Options(queue_timeout_s=0.3)) as deployment:
         stalling(deployment, "prefill")
         running = [deployment.stub.Generate(PROMPT) for _ in range(4)]
-        for call in running:
-            await call.read()
+        await eventually(lambda: deployment.prefill.num_active == 4)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await deployment.stub.Complete(PROMPT)
         error = from_call(caught.value)
