@@ -38,6 +38,8 @@ async def run(launch: Launch, console: Console, clock: Clock) -> None:
         supervisor = Supervisor(topology.stages, board, clock)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started by nohup
             loop.add_signal_handler(number, supervisor.request_stop)
         try:
             async with asyncio.TaskGroup() as tasks:
