@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from baton.core.workers import WorkerView
+    from tests.fixtures.redis import PrivateRedis
 
 MODEL = "tiny"
 NAMESPACE = "workers-test"
@@ -33,7 +34,6 @@ LEASE_S = 1.0
 BLOCK_SIZE = 16
 MAX_CONTEXT = 4096
 VOCAB_SIZE = 211
-SHM = Path("/dev/shm")
 GREEDY = common_pb2.SamplingParams(temperature=0.0)
 _MODEL_FLAGS = ["--engine.dtype", "float32", "--engine.num_threads", "1", "--model.name", MODEL]
 _START_S = 90.0
@@ -94,6 +94,17 @@ class WorkerProcess:
         (child,) = [int(pid) for pid in children]
         return child
 
+    @property
+    def segment(self) -> Path:
+        """The shared memory that its engine has mapped."""
+        maps = Path(f"/proc/{self.engine_pid}/maps").read_text()
+        (path,) = set(re.findall(r"/dev/shm/baton-[0-9a-f]+", maps))
+        return Path(path)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
@@ -108,7 +119,7 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Ends it, whatever state it is in."""
-        if self._process and self._process.poll() is None:
+        if self._process and self.is_running:
             self._process.terminate()
             try:
                 self._process.wait(15)
@@ -123,13 +134,13 @@ class Pair:
 
     prefill: WorkerProcess
     decode: WorkerProcess
-    redis_url: str
+    redis: PrivateRedis
     model: Path
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
         """Calls to both workers as they are in the registry now; waits for them to be there."""
-        connection = await connect(RedisSettings(url=self.redis_url))
+        connection = await connect(RedisSettings(url=self.redis.url))
         try:
             registry = WorkerRegistry(connection, Keys(NAMESPACE, MODEL))
             views = await _both_alive(registry, self)
@@ -263,8 +274,3 @@ class Client:
             return all(s.num_used_blocks + s.num_running + s.num_waiting == 0 for s in statuses)
 
         await self.eventually(idle, within_s=within_s)
-
-
-def segments() -> set[str]:
-    """Names of the segments that exist on this host."""
-    return {path.name for path in SHM.glob("baton-*")}
