@@ -86,6 +86,7 @@ async def start_up():
             await up.process.communicate()
 
 
+@pytest.mark.timeout(300)  # two starts of an engine
 async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_llama):
     segments = set(SHARED_MEMORY.iterdir())
     up = await start_up("--demo", "--model", str(random_llama(512)), "--port", str(free_port()))
@@ -107,7 +108,7 @@ async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_
     code, out = await up.rest()
     assert code == 0, "".join(up.lines)
     assert "you> What is the capital of France" in out
-    assert "first after" in out
+    assert "first after" in out, "".join(up.lines)
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
     assert not redis_socket.parent.exists()
     assert not new_segments & set(SHARED_MEMORY.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def test_the_pool_fits_the_shared_memory_that_both_workers_see(compose, load):
 def test_the_image_takes_everything_that_it_installs():
     """What the Dockerfile copies is what .dockerignore lets through; each package must be among it."""
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {pattern.removesuffix("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert packages <= allowed
     assert {"pyproject.toml", "constraints.txt", "README.md", "scripts"} <= allowed
     assert all((ROOT / name).exists() for name in allowed)
