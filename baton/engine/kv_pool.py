@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton.core.errors import StartupError
-from baton.core.model import KVLayout
+
+if TYPE_CHECKING:
+    from baton.core.model import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
