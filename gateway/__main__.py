@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from baton.coordination.client import connect
 from baton.coordination.keys import Keys
-from baton.coordination.queue import AdmissionQueue, ClassLimits, QueueConfig
+from baton.coordination.limits import ClassLimits, QueueConfig
+from baton.coordination.queue import AdmissionQueue
 from baton.core.clock import SystemClock
 from baton.core.ids import new_incarnation
 from baton.rpc.channels import ChannelPool

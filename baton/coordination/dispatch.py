@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from baton.coordination.commands import Commands
-    from baton.coordination.queue import QueueConfig
+    from baton.coordination.limits import QueueConfig
     from baton.coordination.wire import GrantMessage, Head, Snapshot
     from baton.core.workers import Route, Ticket, WorkerView
 

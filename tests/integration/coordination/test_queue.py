@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from baton.coordination.queue import ClassLimits
+from baton.coordination.limits import ClassLimits
 from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
 from baton.core.workers import Grant, Route, WorkerState
 from tests.fixtures.coordination import CLASSES, Stage, record, ticket

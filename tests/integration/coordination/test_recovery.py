@@ -32,7 +32,7 @@ async def test_a_dead_gateways_tickets_come_back(stage: Stage):
             holder = await dead.admit(ticket("1")).__aenter__()
             await holder.granted()
             await dead.admit(ticket("2")).__aenter__()
-            dead._places.clear()  # from here on it neither renews nor releases them
+            dead._upkeep.places.clear()  # from here on it neither renews nor releases them
             async with heir.admit(ticket("3")) as place:
                 start_s = time.monotonic()
                 async with asyncio.timeout(6):

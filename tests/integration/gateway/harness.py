@@ -12,7 +12,8 @@ from opentelemetry.trace import NoOpTracerProvider
 
 from baton.coordination.client import connect
 from baton.coordination.keys import Keys
-from baton.coordination.queue import AdmissionQueue, ClassLimits, QueueConfig
+from baton.coordination.limits import ClassLimits, QueueConfig
+from baton.coordination.queue import AdmissionQueue
 from baton.coordination.registry import WorkerRegistry
 from baton.core.clock import SystemClock
 from baton.core.errors import UnavailableError
