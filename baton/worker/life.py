@@ -75,7 +75,10 @@ class WorkerLife:
                 reading = tasks.create_task(self._engine.run())
                 beating = tasks.create_task(self._beat(description))
                 await stop.wait()
+                self._is_draining = True
+                # A heartbeat after the deregistration would be refused as somebody else's.
                 beating.cancel()
+                await asyncio.wait((beating,))
                 await self._drain(description)
                 reading.cancel()
         except* EngineDiedError as group:
@@ -90,7 +93,8 @@ class WorkerLife:
         return self._engine.busy_without_progress_s > self._settings.stall_s
 
     async def _beat(self, description: WorkerDescription) -> None:
-        while True:
+        # The condition, because a cancellation that meets a Redis call can get lost in its client.
+        while not self._is_draining:
             self._show_health(serving=not self._is_stuck)
             try:
                 await self._registry.heartbeat(description.record(self.state, self._engine.stats))
@@ -104,7 +108,6 @@ class WorkerLife:
 
     async def _drain(self, description: WorkerDescription) -> None:
         """Takes nothing new and waits for what runs. The server stays up: peers still release leases through it."""
-        self._is_draining = True
         self._show_health(serving=False)
         try:
             async with asyncio.timeout(_DEREGISTER_S):
