@@ -18,6 +18,7 @@ from decode_worker.engine_process import DecodeSpec, run_decode_engine
 from decode_worker.peers import EnginePeers
 from decode_worker.service import DecodeServicer
 from decode_worker.settings import DecodeWorkerSettings
+from kv_transfer import choice
 from kv_transfer.calls import SourceCalls
 from kv_transfer.client import PeerDirectory
 from kv_transfer.descriptor import PeerKey
@@ -60,12 +61,15 @@ async def _serve_ready(
         host_id=host_id(),
         max_num_seqs=settings.engine.max_num_seqs,
         facts=facts,
+        converts_dtype=settings.handover.convert_dtype,
     )
     reader = Endpoint(
         peer=PeerKey(description.worker_id, description.incarnation),
         host_id=description.host_id,
         fingerprint=facts.fingerprint,
         layout=facts.layout,
+        transports=choice.readable(settings.handover.enabled, settings.engine.device),
+        converts_dtype=description.converts_dtype,
     )
     channels = ChannelPool(max_message_bytes=settings.server.max_message_bytes, tracer=host.tracer)
     try:

@@ -95,7 +95,7 @@ class DecodeCore:
         for sequence in self._scheduler.take_in():
             attempt = self._attempts[sequence.attempt_id]
             attempt.copy_started_s = self._clock.monotonic_s()
-            num_blocks = len(attempt.kv.block_ids)
+            num_blocks = -(-attempt.kv.num_tokens // self._pool.block_size)
             self._copier.start(sequence.attempt_id, attempt.kv, sequence.block_table[:num_blocks])
         return self._scheduler.plan()
 

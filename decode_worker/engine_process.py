@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import grpc
+
 from baton.core.clock import SystemClock
 from baton.engine.block_pool import BlockPool
+from baton.rpc.channels import client_options
+from baton.rpc.errors import from_call
 from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.start_up import load
@@ -33,7 +37,7 @@ class DecodeSpec:
 def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: DecodeSpec) -> None:
     """The engine process's whole life. Its facts are `EngineFacts`."""
     from baton.engine.kv_pool import KVPool
-    from kv_transfer.shm import ShmReader
+    from kv_transfer.ways import ReaderFactory
 
     settings = spec.settings
     setup_logging(settings.telemetry, "decode_engine")
@@ -43,7 +47,13 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
 
     loaded = load(settings.model, settings.engine, make_pool)
     facts = loaded.facts
-    copier = ThreadCopier(PeerReaders(lambda pool: ShmReader.open(pool, facts.layout)), loaded.pool, channel.wake)
+    open_reader = ReaderFactory(
+        channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
+        from_call=from_call,
+        max_message_bytes=settings.server.max_message_bytes,
+        timeout_s=settings.handover.timeout_s,
+    )
+    copier = ThreadCopier(PeerReaders(open_reader), loaded.pool, channel.wake)
     try:
         clock = SystemClock()
         core = DecodeCore(

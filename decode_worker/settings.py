@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
+from kv_transfer.settings import ReaderHandoverSettings
 
 
 class DecodeWorkerSettings(WorkerSettings):
@@ -14,6 +15,7 @@ class DecodeWorkerSettings(WorkerSettings):
 
     class_name: ClassVar[str] = "decode_worker"
 
+    handover: ReaderHandoverSettings = ReaderHandoverSettings()
     worker_id: str = Field(
         default_factory=lambda: f"decode-{host_name()}",
         pattern=WORKER_ID_PATTERN,

@@ -23,15 +23,21 @@ class Router:
         """The least loaded pair with credit for the ticket; None when there is none now.
 
         A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot and blocks for
-        prompt and output: what it reserves when it takes the sequence over. Ties go by name, so that every
-        gateway decides alike.
+        prompt and output: what it reserves when it takes the sequence over. Ties go to a pair on one host, where
+        the handover is cheapest, then by name, so that every gateway decides alike.
         """
         pairs = [
-            (_load(prefill, decode), prefill.record.worker_id, decode.record.worker_id, route)
+            (
+                _load(prefill, decode),
+                prefill.record.host_id != decode.record.host_id,
+                prefill.record.worker_id,
+                decode.record.worker_id,
+                route,
+            )
             for prefill, decode in self._pairs(views)
             if (route := _route(ticket, prefill, decode)) is not None
         ]
-        return min(pairs, key=lambda pair: pair[:3])[3] if pairs else None
+        return min(pairs, key=lambda pair: pair[:4])[4] if pairs else None
 
     def has_pair(self, views: Sequence[WorkerView]) -> bool:
         """Whether any two workers can serve together, credit aside."""
@@ -68,12 +74,8 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def _can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    # Shared memory is the only transport, so both must be on one host.
-    return (
-        prefill.host_id == decode.host_id
-        and prefill.block_size == decode.block_size
-        and prefill.fingerprint.dtype == decode.fingerprint.dtype
-    )
+    # Hosts and block sizes may differ: some transport joins any two, and the reader lays the blocks out anew.
+    return prefill.fingerprint.dtype == decode.fingerprint.dtype or decode.converts_dtype
 
 
 def _route(ticket: Ticket, prefill: WorkerView, decode: WorkerView) -> Route | None:

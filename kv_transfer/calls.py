@@ -41,24 +41,26 @@ class SourceCalls:
         channel: Callable[[str], grpc.aio.Channel],
         from_call: Callable[[grpc.aio.AioRpcError], ServingError],
     ) -> None:
-        self._reader = reader
+        self.reader = reader
         self._channel = channel
         self._from_call = from_call
 
     async def handshake(self, address: str, budget_s: float) -> PeerPool:
         """Who lives at `address` and how to reach its pool.
 
-        FailedPreconditionError when the two do not fit, NoTransportError when nothing joins them.
+        FailedPreconditionError when the two do not fit.
         """
         stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(address))
-        request = wire.endpoint_to_request(self._reader)
+        request = wire.endpoint_to_request(self.reader)
         answer = await self._persist(lambda: stub.Handshake(request, timeout=ATTEMPT_S), address, budget_s)
-        return wire.pool_from_proto(answer)
+        return wire.pool_from_proto(answer, address)
 
-    async def renew(self, descriptor: KVDescriptor, budget_s: float) -> float:
+    async def renew(self, descriptor: KVDescriptor, secret: bytes, budget_s: float) -> float:
         """Makes the lease last from now; returns for how many seconds. StaleLeaseError when it has ended."""
         stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(descriptor.address))
-        request = kv_transfer_pb2.RenewLeaseRequest(lease_id=descriptor.lease_id, incarnation=descriptor.incarnation)
+        request = kv_transfer_pb2.RenewLeaseRequest(
+            lease_id=descriptor.lease_id, incarnation=descriptor.incarnation, pair_secret=secret
+        )
         try:
             answer = await self._persist(
                 lambda: stub.RenewLease(request, timeout=ATTEMPT_S), descriptor.address, budget_s
@@ -67,12 +69,13 @@ class SourceCalls:
             raise StaleLeaseError(f"lease {descriptor.lease_id} ended while the request waited") from error
         return answer.lease_s
 
-    async def release(self, descriptor: KVDescriptor, outcome: LeaseOutcome, budget_s: float) -> None:
+    async def release(self, descriptor: KVDescriptor, secret: bytes, outcome: LeaseOutcome, budget_s: float) -> None:
         """Ends the lease, whether or not it still lives."""
         stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(descriptor.address))
         request = kv_transfer_pb2.ReleaseLeaseRequest(
             lease_id=descriptor.lease_id,
             incarnation=descriptor.incarnation,
+            pair_secret=secret,
             outcome=wire.outcome_to_proto(outcome),
         )
         await self._persist(lambda: stub.ReleaseLease(request, timeout=ATTEMPT_S), descriptor.address, budget_s)

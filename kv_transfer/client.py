@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 from baton.core.errors import ServingError
-from kv_transfer.errors import PeerGoneError
+from kv_transfer.errors import NoTransportError, PeerGoneError
 from kv_transfer.lease import LeaseOutcome
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class PeerTimings:
 class HeldLease:
     """A lease that is being renewed. Exactly one release is sent for it, whatever happens."""
 
-    def __init__(self, release: Callable[[LeaseOutcome], None]) -> None:
+    def __init__(self, release: Callable[[LeaseOutcome, bytes | None], None]) -> None:
+        self.secret: bytes | None = None  # of the pair that first named the lease, once there is one
         self._release = release
         self._ended = False
 
@@ -70,7 +71,7 @@ class HeldLease:
     def _end(self, outcome: LeaseOutcome) -> None:
         if not self._ended:
             self._ended = True
-            self._release(outcome)
+            self._release(outcome, self.secret)
 
 
 class PeerDirectory:
@@ -87,7 +88,7 @@ class PeerDirectory:
         self._listener = listener
         self._tasks = tasks
         self._timings = timings
-        self._addresses: dict[PeerKey, str] = {}
+        self._pools: dict[PeerKey, PeerPool] = {}
         self._connecting: WeakValueDictionary[PeerKey, asyncio.Lock] = WeakValueDictionary()
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -112,7 +113,7 @@ class PeerDirectory:
     @property
     def peers(self) -> frozenset[PeerKey]:
         """The peers known at this moment."""
-        return frozenset(self._addresses)
+        return frozenset(self._pools)
 
     @asynccontextmanager
     async def hold(self, descriptor: KVDescriptor) -> AsyncIterator[HeldLease]:
@@ -123,14 +124,22 @@ class PeerDirectory:
         blocks are the caller's: a read that is under way goes on, and they must rest until it has ended.
 
         Entering raises FailedPreconditionError when the two workers do not fit (NoTransportError when nothing joins
-        them) and PeerGoneError when the source doesn't answer.
+        them), InvalidArgumentError when the blocks are not as many as the tokens need, and PeerGoneError when the
+        source doesn't answer. A source that refuses the handshake gives no secret, and so cannot be told of the
+        abandonment: there the lease ends by expiry, or sooner by whoever sent the descriptor.
         """
-        lease = HeldLease(lambda outcome: self.release(descriptor, outcome))
+        lease = HeldLease(lambda outcome, secret: self._send_release(descriptor, outcome, secret))
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewing = tasks.create_task(self._keep_alive(descriptor, lease))
                 try:
-                    await self._connect(descriptor)
+                    pool = await self._connect(descriptor)
+                    lease.secret = pool.secret
+                    if not pool.handles:
+                        raise NoTransportError(
+                            f"no transport joins this worker and {pool.peer}: see handover.transports of both"
+                        )
+                    descriptor.require_fits(pool.layout)
                     yield lease
                 finally:
                     renewing.cancel()
@@ -143,32 +152,53 @@ class PeerDirectory:
     def release(self, descriptor: KVDescriptor, outcome: LeaseOutcome) -> None:
         """Sends a release, repeated until it arrives or the lease must have expired. Returns at once.
 
-        For whoever refuses a descriptor without holding it; `hold` calls it by itself.
+        For whoever refuses a descriptor without holding it.
         """
-        if len(self._releases) >= _MAX_PENDING_RELEASES:
-            _log.warning("too many releases on their way: lease %s is left to expire", descriptor.lease_id)
-            return
-        task = self._tasks.create_task(self._deliver(descriptor, outcome))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        known = self._pools.get(descriptor.peer)
+        self._send_release(descriptor, outcome, None if known is None else known.secret)
 
     def forget(self, peer: PeerKey) -> None:
         """Has everything given up that is held of a peer. A peer that still lives gets a new handshake when needed."""
-        if self._addresses.pop(peer, None) is not None:
+        if self._pools.pop(peer, None) is not None:
             self._listener.peer_closed(peer)
 
-    async def _connect(self, descriptor: KVDescriptor) -> None:
+    def _send_release(self, descriptor: KVDescriptor, outcome: LeaseOutcome, secret: bytes | None) -> None:
+        if len(self._releases) >= _MAX_PENDING_RELEASES:
+            _log.warning("too many releases on their way: lease %s is left to expire", descriptor.lease_id)
+            return
+        task = self._tasks.create_task(self._deliver(descriptor, outcome, secret))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _connect(self, descriptor: KVDescriptor) -> PeerPool:
         peer = descriptor.peer
         lock = self._connecting.setdefault(peer, asyncio.Lock())
         async with lock:
-            if peer in self._addresses:
-                return
+            if (known := self._pools.get(peer)) is not None:
+                return known
             pool = await self._calls.handshake(descriptor.address, self._timings.silence_s)
             self._forget_former_lives(pool.peer)
             if pool.peer != peer:
                 raise PeerGoneError(f"{peer} is gone: {pool.peer} answers at its address")
-            self._addresses[peer] = descriptor.address
-            self._listener.peer_opened(pool)
+            self._pools[peer] = pool
+            self._note_transport(pool)
+            if pool.handles:
+                self._listener.peer_opened(pool)
+            return pool
+
+    def _note_transport(self, pool: PeerPool) -> None:
+        """Says by which way a peer is read, loudly when it is not the cheapest that this worker has."""
+        wanted = [transport.value for transport in self._calls.reader.transports]
+        found = [handle.transport.value for handle in pool.handles]
+        if found[:1] == wanted[:1]:
+            _log.info("the KV caches of %s come over %s", pool.peer, ", ".join(found[:1]))
+        else:
+            _log.warning(
+                "the KV caches of %s come over %s: of %s it has no more",
+                pool.peer,
+                ", then ".join(found) or "no transport",
+                ", ".join(wanted),
+            )
 
     def _forget_former_lives(self, living: PeerKey) -> None:
         for peer in self.peers:
@@ -185,24 +215,29 @@ class PeerDirectory:
 
     async def _renew(self, descriptor: KVDescriptor, lease: HeldLease, *, budget_s: float) -> float:
         try:
-            return await self._calls.renew(descriptor, budget_s)
+            secret = lease.secret or (await self._connect(descriptor)).secret
+            return await self._calls.renew(descriptor, secret, budget_s)
         except ServingError:
             if lease.is_ended:  # its release overtook this renewal
                 return descriptor.lease_s
             raise
 
-    async def _deliver(self, descriptor: KVDescriptor, outcome: LeaseOutcome) -> None:
+    async def _deliver(self, descriptor: KVDescriptor, outcome: LeaseOutcome, secret: bytes | None) -> None:
         try:
-            await self._calls.release(descriptor, outcome, budget_s=descriptor.lease_s)
-        except ServingError as error:
+            async with asyncio.timeout(descriptor.lease_s):
+                if secret is None:
+                    # Not to be kept: nothing will be read.
+                    secret = (await self._calls.handshake(descriptor.address, descriptor.lease_s)).secret
+                await self._calls.release(descriptor, secret, outcome, budget_s=descriptor.lease_s)
+        except (ServingError, TimeoutError) as error:
             _log.info("lease %s is left to expire: %s", descriptor.lease_id, error)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._timings.probe_interval_s)
             async with asyncio.TaskGroup() as probes:
-                for peer, address in self._addresses.items():
-                    probes.create_task(self._probe(peer, address))
+                for peer, pool in self._pools.items():
+                    probes.create_task(self._probe(peer, pool.address))
 
     async def _probe(self, peer: PeerKey, address: str) -> None:
         try:

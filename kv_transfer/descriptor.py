@@ -6,7 +6,8 @@ worker's server and engine processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidArgumentError
@@ -26,6 +27,16 @@ class PeerKey:
         return f"{self.worker_id}/{self.incarnation}"
 
 
+class Transport(Enum):
+    """A way of moving blocks. The value is its name in settings, messages to people and metrics."""
+
+    CUDA_IPC = "cuda_ipc"
+    SHM = "shm"
+    NCCL = "nccl"
+    GLOO = "gloo"
+    GRPC = "grpc"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmHandle:
     """A pool in shared memory of this host: a segment's name under /dev/shm, and its size in blocks."""
@@ -33,17 +44,71 @@ class ShmHandle:
     segment: str
     num_blocks: int
 
+    @property
+    def transport(self) -> Transport:
+        """Which way this is."""
+        return Transport.SHM
 
-PoolHandle = ShmHandle
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaIpcHandle:
+    """A pool in a device's memory on this host; its fence table is in a segment of shared memory without blocks.
+
+    The fields from `memory_handle` on are what torch's own sharing of CUDA tensors between processes passes around.
+    """
+
+    device_uuid: str
+    num_blocks: int
+    fence_segment: str
+    num_bytes: int
+    memory_handle: bytes = field(repr=False)
+    offset_bytes: int
+    ref_counter_handle: bytes = field(repr=False)
+    ref_counter_offset: int
+    event_handle: bytes = field(repr=False)
+    needs_event_sync: bool
+
+    @property
+    def transport(self) -> Transport:
+        """Which way this is."""
+        return Transport.CUDA_IPC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistHandle:
+    """A source that sends over torch.distributed: where its rendezvous store listens, and the backend."""
+
+    host: str
+    port: int
+    transport: Transport
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcHandle:
+    """A source that streams its blocks from the address of the handshake."""
+
+    @property
+    def transport(self) -> Transport:
+        """Which way this is."""
+        return Transport.GRPC
+
+
+PoolHandle = ShmHandle | CudaIpcHandle | DistHandle | GrpcHandle
 """How to reach a source's pool. Each transport adds its own handle type to this union."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPool:
-    """A source's pool, as a handshake made it known: whose it is and how to reach it."""
+    """A source's pool, as a handshake made it known: whose it is, how its blocks lie, and the ways to it.
+
+    `handles` are in the order in which they are to be tried. `secret` proves to the source who asks.
+    """
 
     peer: PeerKey
-    handle: PoolHandle
+    layout: KVLayout
+    address: str
+    secret: bytes = field(repr=False)
+    handles: tuple[PoolHandle, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

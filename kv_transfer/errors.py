@@ -36,3 +36,15 @@ class NoTransportError(FailedPreconditionError):
     """No transport joins the two workers."""
 
     default_reason = "NO_TRANSPORT"
+
+
+class TransferFailedError(UnavailableError):
+    """A transport broke or stalled in the middle of a read. Another transport of the same pair may still work."""
+
+    default_reason = "TRANSFER_FAILED"
+
+
+class ChecksumError(TransferFailedError):
+    """What arrived is not what was sent."""
+
+    default_reason = "CHECKSUM_MISMATCH"

@@ -134,6 +134,14 @@ class LeaseTable:
         self._fences.store(lease.slot, lease.generation)
         return lease
 
+    def find(self, lease_id: str) -> Lease | None:
+        """The lease while it lives: it is gone from here before anything else happens to its blocks.
+
+        The one call that other threads may make: it is a single look-up.
+        """
+        active = self._active.get(lease_id)
+        return None if active is None else active.lease
+
     def renew(self, lease_id: str) -> float:
         """Makes a lease last `lease_s` from now, and returns that. LeaseNotFoundError when it has ended."""
         active = self._active.get(lease_id)

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kv_transfer.destination import CopyRun, copy_on_cpu
 from kv_transfer.fenced import FencedReader
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from baton.core.model import KVLayout
     from kv_transfer.descriptor import PeerKey
     from kv_transfer.lease import FenceTable
@@ -61,6 +64,12 @@ class _Shared:
 
     def fence(self, slot: int) -> int:
         return self._words[slot]
+
+    def copy(self, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
+        copy_on_cpu(self.blocks, destination, runs)
+
+    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return self.blocks[list(block_ids)]
 
     def close(self) -> None:
         del self.blocks

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.core.errors import StartupError
 from kv_transfer.descriptor import ShmHandle
-from kv_transfer.errors import PeerGoneError, PoolMismatchError
+from kv_transfer.errors import NoTransportError, PeerGoneError, PoolMismatchError
 
 if TYPE_CHECKING:
     from typing import Self
 
     from baton.core.model import KVLayout
-    from kv_transfer.descriptor import PeerPool
+    from kv_transfer.descriptor import PeerKey
 
 SHM_DIRECTORY = Path("/dev/shm")
 
@@ -151,20 +151,22 @@ class SegmentView:
         self.blocks, self._words = _split(mapping, spec)
 
     @classmethod
-    def open(cls, pool: PeerPool, layout: KVLayout, directory: Path = SHM_DIRECTORY) -> Self:
+    def open(cls, peer: PeerKey, layout: KVLayout, handle: ShmHandle, directory: Path = SHM_DIRECTORY) -> Self:
         """Maps a source's segment, whole, so that no later read pays for page faults.
 
-        PeerGoneError when the segment is gone, PoolMismatchError when it is not the pool that `pool` and `layout`
-        describe.
+        PeerGoneError when the segment is gone, NoTransportError when it is not this user's to read, PoolMismatchError
+        when it is not the pool of `peer` that `layout` and `handle` describe.
         """
-        if not _NAME.fullmatch(pool.handle.segment):
-            raise PoolMismatchError(f"{pool.handle.segment!r} is not a segment's name")
+        if not _NAME.fullmatch(handle.segment):
+            raise PoolMismatchError(f"{handle.segment!r} is not a segment's name")
         try:
-            fd = os.open(directory / pool.handle.segment, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(directory / handle.segment, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise PeerGoneError(f"the segment of {pool.peer} is gone") from error
+            raise PeerGoneError(f"the segment of {peer} is gone") from error
+        except PermissionError as error:
+            raise NoTransportError(f"the segment of {peer} is another user's") from error
         try:
-            spec = _read_spec(fd, pool, layout)
+            spec = _read_spec(fd, peer, layout, handle)
             return cls(_map(fd, spec.num_bytes, mmap.PROT_READ), spec)
         finally:
             os.close(fd)
@@ -217,23 +219,23 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
         os.close(fd)
 
 
-def _read_spec(fd: int, pool: PeerPool, layout: KVLayout) -> SegmentSpec:
+def _read_spec(fd: int, peer: PeerKey, layout: KVLayout, handle: ShmHandle) -> SegmentSpec:
     """What the opened segment holds; PoolMismatchError unless that is what was promised."""
     head = os.pread(fd, _HEADER_FORMAT.size, 0)
     if len(head) != _HEADER_FORMAT.size:
-        raise PoolMismatchError(f"the segment of {pool.peer} has no header")
+        raise PoolMismatchError(f"the segment of {peer} has no header")
     found = _Header(*_HEADER_FORMAT.unpack(head))
     spec = SegmentSpec(
         layout=layout,
-        num_blocks=pool.handle.num_blocks,
+        num_blocks=handle.num_blocks,
         num_slots=found.num_slots,
-        incarnation=pool.peer.incarnation,
+        incarnation=peer.incarnation,
     )
     for name, expected, value in zip(_Header._fields, spec.header(), found, strict=True):
         if value != expected:
-            raise PoolMismatchError(f"the segment of {pool.peer} has another {name.replace('_', ' ')}")
+            raise PoolMismatchError(f"the segment of {peer} has another {name.replace('_', ' ')}")
     if os.fstat(fd).st_size < spec.num_bytes:
-        raise PoolMismatchError(f"the segment of {pool.peer} is shorter than its blocks")
+        raise PoolMismatchError(f"the segment of {peer} is shorter than its blocks")
     return spec
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kv_transfer.destination import CopyRun, copy_on_cpu
 from kv_transfer.fenced import FencedReader
 from kv_transfer.segment import Segment, SegmentSpec, SegmentView, reap_stale_segments
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
     from baton.core.model import KVLayout
@@ -65,12 +67,13 @@ class ShmReader(FencedReader):
     """The reader's side: a source's pool mapped read-only, in the decode engine process."""
 
     @classmethod
-    def open(cls, pool: PeerPool, layout: KVLayout) -> Self:
+    def open(cls, pool: PeerPool, handle: ShmHandle) -> Self:
         """Maps the segment: blocks for about 0.1 s a GiB.
 
-        PeerGoneError when it is gone, PoolMismatchError when it is not what `pool` and `layout` say.
+        PeerGoneError when it is gone, NoTransportError when this user may not read it, PoolMismatchError when it is
+        not what `pool` and `handle` say.
         """
-        return cls(pool.peer, layout, _MappedBlocks(SegmentView.open(pool, layout)))
+        return cls(pool.peer, pool.layout, _MappedBlocks(SegmentView.open(pool.peer, pool.layout, handle)))
 
 
 class _MappedBlocks:
@@ -97,6 +100,12 @@ class _MappedBlocks:
 
     def fence(self, slot: int) -> int:
         return self._view.fence(slot)
+
+    def copy(self, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
+        copy_on_cpu(self.blocks, destination, runs)
+
+    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return self.blocks[list(block_ids)]
 
     def close(self) -> None:
         # torch does not tell the mapping that it looks at it: its view goes first.

@@ -6,18 +6,29 @@ Each reading function raises InvalidArgumentError that names the field.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidArgumentError
 from baton.core.model import KVLayout, ModelFingerprint
 from baton.v1 import common_pb2, kv_transfer_pb2
-from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
-from kv_transfer.errors import NoTransportError
+from kv_transfer.block_stream import Part
+from kv_transfer.descriptor import (
+    CudaIpcHandle,
+    DistHandle,
+    GrpcHandle,
+    KVDescriptor,
+    PeerKey,
+    PeerPool,
+    PoolHandle,
+    ShmHandle,
+    Transport,
+)
 from kv_transfer.handshake import Endpoint
 from kv_transfer.lease import LeaseOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -25,6 +36,14 @@ _OUTCOMES: Mapping[LeaseOutcome, kv_transfer_pb2.LeaseOutcome.ValueType] = {
     LeaseOutcome.CONSUMED: kv_transfer_pb2.LEASE_OUTCOME_CONSUMED,
     LeaseOutcome.ABANDONED: kv_transfer_pb2.LEASE_OUTCOME_ABANDONED,
     LeaseOutcome.EXPIRED: kv_transfer_pb2.LEASE_OUTCOME_EXPIRED,
+}
+
+_TRANSPORTS: Mapping[Transport, kv_transfer_pb2.Transport.ValueType] = {
+    Transport.CUDA_IPC: kv_transfer_pb2.TRANSPORT_CUDA_IPC,
+    Transport.SHM: kv_transfer_pb2.TRANSPORT_SHM,
+    Transport.NCCL: kv_transfer_pb2.TRANSPORT_NCCL,
+    Transport.GLOO: kv_transfer_pb2.TRANSPORT_GLOO,
+    Transport.GRPC: kv_transfer_pb2.TRANSPORT_GRPC,
 }
 
 
@@ -130,6 +149,8 @@ def endpoint_to_request(endpoint: Endpoint) -> kv_transfer_pb2.HandshakeRequest:
         host_id=endpoint.host_id,
         fingerprint=fingerprint_to_proto(endpoint.fingerprint),
         layout=layout_to_proto(endpoint.layout),
+        transports=[_TRANSPORTS[transport] for transport in endpoint.transports],
+        converts_dtype=endpoint.converts_dtype,
     )
 
 
@@ -142,25 +163,78 @@ def endpoint_from_proto(request: kv_transfer_pb2.HandshakeRequest) -> Endpoint:
         host_id=request.host_id,
         fingerprint=fingerprint_from_proto(request.fingerprint),
         layout=layout_from_proto(request.layout),
+        transports=tuple(_known(request.transports)),
+        converts_dtype=request.converts_dtype,
     )
 
 
-def endpoint_to_response(endpoint: Endpoint) -> kv_transfer_pb2.HandshakeResponse:
-    """How a prefill worker answers; the transport is to be filled in."""
+def endpoint_to_response(
+    endpoint: Endpoint, handles: Iterable[PoolHandle], secret: bytes
+) -> kv_transfer_pb2.HandshakeResponse:
+    """How a prefill worker answers."""
     return kv_transfer_pb2.HandshakeResponse(
         worker_id=endpoint.peer.worker_id,
         incarnation=endpoint.peer.incarnation,
         fingerprint=fingerprint_to_proto(endpoint.fingerprint),
         layout=layout_to_proto(endpoint.layout),
+        handles=[_handle_to_proto(handle) for handle in handles],
+        pair_secret=secret,
     )
 
 
-def pool_from_proto(message: kv_transfer_pb2.HandshakeResponse) -> PeerPool:
-    """Whose pool the handshake opened and how to reach it; NoTransportError when nothing joins the two workers."""
-    peer = PeerKey(message.worker_id, message.incarnation)
-    if message.WhichOneof("transport") != "shm":
-        raise NoTransportError(f"no transport joins this worker and {peer}: both must share a host")
-    return PeerPool(peer=peer, handle=ShmHandle(segment=message.shm.segment, num_blocks=message.shm.num_blocks))
+def pool_from_proto(message: kv_transfer_pb2.HandshakeResponse, address: str) -> PeerPool:
+    """What the handshake at `address` opened. No handle when no transport joins the two workers."""
+    handles = (_handle_from_proto(handle) for handle in message.handles)
+    return PeerPool(
+        peer=PeerKey(message.worker_id, message.incarnation),
+        layout=layout_from_proto(message.layout),
+        address=address,
+        secret=message.pair_secret,
+        handles=tuple(handle for handle in handles if handle is not None),
+    )
+
+
+def part_from_proto(request: kv_transfer_pb2.PullBlocksRequest) -> Part:
+    """Which bytes are asked for. Whether the lease has them is for the stream to say."""
+    return Part(first_byte=request.first_byte, num_bytes=request.num_bytes, max_piece_bytes=request.max_piece_bytes)
+
+
+def _known(values: Iterable[int]) -> Iterator[Transport]:
+    """The transports among `values` that this version knows."""
+    by_value: dict[int, Transport] = {value: transport for transport, value in _TRANSPORTS.items()}
+    return (transport for value in values if (transport := by_value.get(value)) is not None)
+
+
+def _handle_to_proto(handle: PoolHandle) -> kv_transfer_pb2.PoolHandle:
+    match handle:
+        case ShmHandle():
+            shm = kv_transfer_pb2.ShmHandle(segment=handle.segment, num_blocks=handle.num_blocks)
+            return kv_transfer_pb2.PoolHandle(shm=shm)
+        case CudaIpcHandle():
+            return kv_transfer_pb2.PoolHandle(cuda_ipc=kv_transfer_pb2.CudaIpcHandle(**asdict(handle)))
+        case DistHandle(transport=Transport.NCCL):
+            return kv_transfer_pb2.PoolHandle(nccl=kv_transfer_pb2.DistHandle(host=handle.host, port=handle.port))
+        case DistHandle():
+            return kv_transfer_pb2.PoolHandle(gloo=kv_transfer_pb2.DistHandle(host=handle.host, port=handle.port))
+        case GrpcHandle():
+            return kv_transfer_pb2.PoolHandle(grpc=kv_transfer_pb2.GrpcHandle())
+
+
+def _handle_from_proto(message: kv_transfer_pb2.PoolHandle) -> PoolHandle | None:
+    """None for a way that this version doesn't know."""
+    match message.WhichOneof("transport"):
+        case "shm":
+            return ShmHandle(segment=message.shm.segment, num_blocks=message.shm.num_blocks)
+        case "cuda_ipc":
+            names = [field.name for field in fields(CudaIpcHandle)]
+            return CudaIpcHandle(**{name: getattr(message.cuda_ipc, name) for name in names})
+        case "nccl":
+            return DistHandle(host=message.nccl.host, port=message.nccl.port, transport=Transport.NCCL)
+        case "gloo":
+            return DistHandle(host=message.gloo.host, port=message.gloo.port, transport=Transport.GLOO)
+        case "grpc":
+            return GrpcHandle()
+    return None
 
 
 def require_set(field: str, value: str) -> None:

@@ -12,8 +12,10 @@ from baton.worker.engine_client import EngineClient
 from baton.worker.host import WorkerHost, run_worker
 from baton.worker.life import WorkerLife
 from baton.worker.metrics import LoadMetrics
-from kv_transfer.descriptor import PeerKey
+from kv_transfer.block_stream import BlockStream
+from kv_transfer.descriptor import GrpcHandle, PeerKey, ShmHandle
 from kv_transfer.handshake import Endpoint
+from kv_transfer.pairs import PairSecrets, new_key
 from kv_transfer.segment import reap_stale_segments
 from kv_transfer.service import KvTransferServicer
 from prefill_worker.engine_process import PrefillFacts, PrefillSpec, run_prefill_engine
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from baton.engine.process import EngineProcess
     from baton.worker.engine_loop import EventBatch
+    from kv_transfer.descriptor import PoolHandle
     from prefill_worker.messages import PrefillCommand, PrefillEvent
 
 
@@ -76,11 +79,27 @@ async def _serve_ready(
     )
     host.server.add(
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
-        KvTransferServicer(endpoint, facts.handle, leases),
+        _kv_transfer_servicer(settings, facts, endpoint, leases),
         kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"],
     )
     await host.server.start()
     await life.run(description, stop)
+
+
+def _kv_transfer_servicer(
+    settings: PrefillWorkerSettings, facts: PrefillFacts, endpoint: Endpoint, leases: LiveLeases
+) -> KvTransferServicer:
+    """Offers the ways that lead to the engine's pool and are enabled, and gRPC where this process can map the pool."""
+    handles: list[PoolHandle] = [*facts.handles]
+    stream: BlockStream | None = None
+    for handle in facts.handles:
+        if isinstance(handle, ShmHandle):
+            handles.append(GrpcHandle())
+            stream = BlockStream(
+                endpoint.peer, endpoint.layout, handle, max_message_bytes=settings.server.max_message_bytes
+            )
+    enabled = [handle for handle in handles if handle.transport in settings.handover.enabled]
+    return KvTransferServicer(endpoint, enabled, PairSecrets(new_key()), leases, stream)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ class PrefillSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFacts:
-    """What the server process learns when the engine is ready. `handle` is how readers reach the pool."""
+    """What the server process learns when the engine is ready. `handles` are the ways to the pool that lead here."""
 
     engine: EngineFacts
-    handle: PoolHandle
+    handles: tuple[PoolHandle, ...]
 
 
 def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: PrefillSpec) -> None:
@@ -63,7 +63,7 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         leases = LeaseTable(segment.fences, clock, lease_s=settings.lease.lease_s)
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
         core = PrefillCore(blocks, settings.limits, leases, clock)
-        channel.ready(PrefillFacts(engine=loaded.facts, handle=segment.handle))
+        channel.ready(PrefillFacts(engine=loaded.facts, handles=(segment.handle,)))
         EngineLoop(core, loaded.executor, clock).run(channel)
         leases.end_all()
     finally:

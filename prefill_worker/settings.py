@@ -9,6 +9,7 @@ from pydantic import Field
 
 from baton.core.settings import LeaseSettings
 from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
+from kv_transfer.settings import HandoverSettings
 from prefill_worker.scheduler import PrefillLimits
 
 
@@ -18,6 +19,7 @@ class PrefillWorkerSettings(WorkerSettings):
     class_name: ClassVar[str] = "prefill_worker"
 
     lease: LeaseSettings = LeaseSettings()
+    handover: HandoverSettings = HandoverSettings()
     worker_id: str = Field(
         default_factory=lambda: f"prefill-{host_name()}",
         pattern=WORKER_ID_PATTERN,

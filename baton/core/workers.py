@@ -29,7 +29,8 @@ class WorkerRecord:
     """One worker as it describes itself in a heartbeat.
 
     `num_blocks` is the whole KV pool, `max_num_seqs` the most requests at a time. The other numbers are gauges
-    for people; credit is counted by grants, not by them.
+    for people; credit is counted by grants, not by them. `converts_dtype`: a decode worker that takes KV caches of
+    another element type over.
     """
 
     worker_id: str
@@ -43,6 +44,7 @@ class WorkerRecord:
     num_blocks: int
     max_num_seqs: int
     max_context_tokens: int
+    converts_dtype: bool = False
     num_waiting: int = 0
     num_running: int = 0
     num_used_blocks: int = 0
@@ -70,13 +72,18 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A request's place in the queue. Holds no prompt."""
+    """A request's place in the queue. Holds no prompt.
+
+    Tenants of a class take turns; `priority` (-10 to 10, higher first) orders the tickets of one tenant only.
+    """
 
     attempt_id: str
     request_id: str
     queue_class: str
     prompt_tokens: int
     max_tokens: int
+    tenant: str = "default"
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,13 @@ class WorkerInstruments:
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens that were computed", registry=registry)
         self.generation_tokens = Counter("baton_generation_tokens", "Tokens that were generated", registry=registry)
         self.handover_time = Histogram(
-            "baton_handover_time_seconds", "Copy of one KV cache", buckets=_HANDOVER_S, registry=registry
+            "baton_handover_time_seconds",
+            "Copy of one KV cache",
+            ("transport",),
+            buckets=_HANDOVER_S,
+            registry=registry,
         )
-        self.handover_bytes = Counter("baton_handover_bytes", "Bytes of KV caches taken over", registry=registry)
+        self.handover_bytes = Counter(
+            "baton_handover_bytes", "Bytes of KV caches taken over", ("transport",), registry=registry
+        )
         self.leases = Counter("baton_leases", "Leases on KV caches that ended", ("outcome",), registry=registry)

@@ -3,8 +3,9 @@
 isort:skip_file
 The handover of a KV cache from the prefill worker that built it to the decode worker that goes on.
 
-Once a pair: Handshake. Once a request: the decode worker reads the blocks that the descriptor names over
-the transport that the handshake chose, then releases the lease. docs/kv_handover.md has the states.
+Once a pair: Handshake, which brings the pair's secret and the ways to the pool. Once a request: the decode worker
+reads the blocks that the descriptor names over the cheapest way that works, then releases the lease.
+docs/kv_handover.md has the states.
 """
 
 from baton.v1 import common_pb2 as _common_pb2
@@ -23,6 +24,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Transport:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSPORT_UNSPECIFIED: _Transport.ValueType  # 0
+    """Not said."""
+    TRANSPORT_CUDA_IPC: _Transport.ValueType  # 1
+    """Device memory of one host, mapped."""
+    TRANSPORT_SHM: _Transport.ValueType  # 2
+    """Shared memory of one host."""
+    TRANSPORT_NCCL: _Transport.ValueType  # 3
+    """torch.distributed between devices."""
+    TRANSPORT_GLOO: _Transport.ValueType  # 4
+    """torch.distributed between CPUs."""
+    TRANSPORT_GRPC: _Transport.ValueType  # 5
+    """PullBlocks."""
+
+class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
+    """A way of moving blocks."""
+
+TRANSPORT_UNSPECIFIED: Transport.ValueType  # 0
+"""Not said."""
+TRANSPORT_CUDA_IPC: Transport.ValueType  # 1
+"""Device memory of one host, mapped."""
+TRANSPORT_SHM: Transport.ValueType  # 2
+"""Shared memory of one host."""
+TRANSPORT_NCCL: Transport.ValueType  # 3
+"""torch.distributed between devices."""
+TRANSPORT_GLOO: Transport.ValueType  # 4
+"""torch.distributed between CPUs."""
+TRANSPORT_GRPC: Transport.ValueType  # 5
+"""PullBlocks."""
+Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 class _LeaseOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -119,6 +156,157 @@ class ShmHandle(_message.Message):
 Global___ShmHandle: _TypeAlias = ShmHandle  # noqa: Y015
 
 @_typing.final
+class CudaIpcHandle(_message.Message):
+    """Where a pool in device memory is to be found, as CUDA's inter-process calls want it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    MEMORY_HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_HANDLE_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    EVENT_HANDLE_FIELD_NUMBER: _builtins.int
+    NEEDS_EVENT_SYNC_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    FENCE_SEGMENT_FIELD_NUMBER: _builtins.int
+    device_uuid: _builtins.str
+    """The device, whatever its number in either process."""
+    memory_handle: _builtins.bytes
+    """Handle of the allocation that the pool lies in."""
+    offset_bytes: _builtins.int
+    """Where the pool begins in that allocation."""
+    num_bytes: _builtins.int
+    """Size of the pool."""
+    ref_counter_handle: _builtins.bytes
+    """Name of the reference counter's file, which the source's allocator looks at."""
+    ref_counter_offset: _builtins.int
+    """Index of the counter in that file."""
+    event_handle: _builtins.bytes
+    """Event that the pool's first use waits for; may be empty."""
+    needs_event_sync: _builtins.bool
+    """Whether to wait for it."""
+    num_blocks: _builtins.int
+    """Blocks in the pool."""
+    fence_segment: _builtins.str
+    """Name of the segment of shared memory that has the fence table."""
+    def __init__(
+        self,
+        *,
+        device_uuid: _builtins.str = ...,
+        memory_handle: _builtins.bytes = ...,
+        offset_bytes: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        ref_counter_handle: _builtins.bytes = ...,
+        ref_counter_offset: _builtins.int = ...,
+        event_handle: _builtins.bytes = ...,
+        needs_event_sync: _builtins.bool = ...,
+        num_blocks: _builtins.int = ...,
+        fence_segment: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "event_handle", b"event_handle", "fence_segment", b"fence_segment", "memory_handle", b"memory_handle", "needs_event_sync", b"needs_event_sync", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "offset_bytes", b"offset_bytes", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcHandle: _TypeAlias = CudaIpcHandle  # noqa: Y015
+
+@_typing.final
+class DistHandle(_message.Message):
+    """Where the source waits for calls of torch.distributed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Host of the rendezvous store."""
+    port: _builtins.int
+    """Its port."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DistHandle: _TypeAlias = DistHandle  # noqa: Y015
+
+@_typing.final
+class GrpcHandle(_message.Message):
+    """PullBlocks at the address of the handshake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrpcHandle: _TypeAlias = GrpcHandle  # noqa: Y015
+
+@_typing.final
+class PoolHandle(_message.Message):
+    """One way to a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHM_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
+    NCCL_FIELD_NUMBER: _builtins.int
+    GLOO_FIELD_NUMBER: _builtins.int
+    GRPC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shm(self) -> Global___ShmHandle:
+        """Through shared memory."""
+
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcHandle:
+        """Through device memory."""
+
+    @_builtins.property
+    def nccl(self) -> Global___DistHandle:
+        """Over NCCL."""
+
+    @_builtins.property
+    def gloo(self) -> Global___DistHandle:
+        """Over Gloo."""
+
+    @_builtins.property
+    def grpc(self) -> Global___GrpcHandle:
+        """Over PullBlocks."""
+
+    def __init__(
+        self,
+        *,
+        shm: Global___ShmHandle | None = ...,
+        cuda_ipc: Global___CudaIpcHandle | None = ...,
+        nccl: Global___DistHandle | None = ...,
+        gloo: Global___DistHandle | None = ...,
+        grpc: Global___GrpcHandle | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "gloo", b"gloo", "grpc", b"grpc", "nccl", b"nccl", "shm", b"shm", "transport", b"transport"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "gloo", b"gloo", "grpc", b"grpc", "nccl", b"nccl", "shm", b"shm", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_transport: _TypeAlias = _typing.Literal["shm", "cuda_ipc", "nccl", "gloo", "grpc"]  # noqa: Y015
+    _WhichOneofArgType_transport: _TypeAlias = _typing.Literal["transport", b"transport"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_transport) -> _WhichOneofReturnType_transport | None: ...
+
+Global___PoolHandle: _TypeAlias = PoolHandle  # noqa: Y015
+
+@_typing.final
 class HandshakeRequest(_message.Message):
     """A decode worker presents itself."""
 
@@ -129,19 +317,27 @@ class HandshakeRequest(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    CONVERTS_DTYPE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The decode worker."""
     incarnation: _builtins.str
     """Its life."""
     host_id: _builtins.str
     """Identity of its host: shared memory is offered to the same host only."""
+    converts_dtype: _builtins.bool
+    """Whether it takes blocks of another element type and converts them."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """What it runs."""
 
     @_builtins.property
     def layout(self) -> Global___KvLayout:
-        """Its pool's layout."""
+        """Its pool's layout. The block size may differ from the source's."""
+
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
+        """What it can read by, most wanted first."""
 
     def __init__(
         self,
@@ -151,10 +347,12 @@ class HandshakeRequest(_message.Message):
         host_id: _builtins.str = ...,
         fingerprint: _common_pb2.ModelFingerprint | None = ...,
         layout: Global___KvLayout | None = ...,
+        transports: _abc.Iterable[Global___Transport.ValueType] | None = ...,
+        converts_dtype: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["converts_dtype", b"converts_dtype", "fingerprint", b"fingerprint", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,11 +368,14 @@ class HandshakeResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    SHM_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    PAIR_SECRET_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The prefill worker."""
     incarnation: _builtins.str
     """Its life. Descriptors of another life must not be read through this handle."""
+    pair_secret: _builtins.bytes
+    """What the reader proves itself with in every other call. Good for this life of the source."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """What it runs."""
@@ -184,8 +385,8 @@ class HandshakeResponse(_message.Message):
         """Its pool's layout."""
 
     @_builtins.property
-    def shm(self) -> Global___ShmHandle:
-        """Through shared memory of one host."""
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolHandle]:
+        """The ways to the pool that both sides have, in the reader's order. Empty when no transport joins the two."""
 
     def __init__(
         self,
@@ -194,15 +395,14 @@ class HandshakeResponse(_message.Message):
         incarnation: _builtins.str = ...,
         fingerprint: _common_pb2.ModelFingerprint | None = ...,
         layout: Global___KvLayout | None = ...,
-        shm: Global___ShmHandle | None = ...,
+        handles: _abc.Iterable[Global___PoolHandle] | None = ...,
+        pair_secret: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "layout", b"layout", "shm", b"shm", "transport", b"transport"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "incarnation", b"incarnation", "layout", b"layout", "shm", b"shm", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "handles", b"handles", "incarnation", b"incarnation", "layout", b"layout", "pair_secret", b"pair_secret", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_transport: _TypeAlias = _typing.Literal["shm"]  # noqa: Y015
-    _WhichOneofArgType_transport: _TypeAlias = _typing.Literal["transport", b"transport"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_transport) -> _WhichOneofReturnType_transport | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandshakeResponse: _TypeAlias = HandshakeResponse  # noqa: Y015
 
@@ -270,19 +470,23 @@ class RenewLeaseRequest(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PAIR_SECRET_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
     incarnation: _builtins.str
     """The prefill worker's life that granted it."""
+    pair_secret: _builtins.bytes
+    """The pair's secret, from the handshake. The first pair that names a lease has it."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        pair_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "pair_secret", b"pair_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,22 +523,26 @@ class ReleaseLeaseRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    PAIR_SECRET_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
     incarnation: _builtins.str
     """The prefill worker's life that granted it."""
     outcome: Global___LeaseOutcome.ValueType
     """CONSUMED or ABANDONED; the unspecified value is taken for ABANDONED."""
+    pair_secret: _builtins.bytes
+    """The pair's secret, from the handshake."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         outcome: Global___LeaseOutcome.ValueType = ...,
+        pair_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "outcome", b"outcome", "pair_secret", b"pair_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,3 +564,71 @@ class ReleaseLeaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseLeaseResponse: _TypeAlias = ReleaseLeaseResponse  # noqa: Y015
+
+@_typing.final
+class PullBlocksRequest(_message.Message):
+    """Which part of which lease's blocks. Bytes are counted over the lease's blocks laid end to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PAIR_SECRET_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_PIECE_BYTES_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """The lease."""
+    incarnation: _builtins.str
+    """The prefill worker's life that granted it."""
+    pair_secret: _builtins.bytes
+    """The pair's secret, from the handshake."""
+    first_byte: _builtins.int
+    """Where the part begins."""
+    num_bytes: _builtins.int
+    """Its length, 1 to 16 MiB: what is on its way at most, however slowly the reader reads."""
+    max_piece_bytes: _builtins.int
+    """Most data in one message. The source may send less."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        pair_secret: _builtins.bytes = ...,
+        first_byte: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        max_piece_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_byte", b"first_byte", "incarnation", b"incarnation", "lease_id", b"lease_id", "max_piece_bytes", b"max_piece_bytes", "num_bytes", b"num_bytes", "pair_secret", b"pair_secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullBlocksRequest: _TypeAlias = PullBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PullBlocksResponse(_message.Message):
+    """The next piece of the part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The bytes."""
+    crc32: _builtins.int
+    """Their CRC-32, as in zlib."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        crc32: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullBlocksResponse: _TypeAlias = PullBlocksResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class KvTransferServiceStub:
                 request_serializer=baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseResponse.FromString,
                 _registered_method=True)
+        self.PullBlocks = channel.unary_stream(
+                '/baton.v1.KvTransferService/PullBlocks',
+                request_serializer=baton_dot_v1_dot_kv__transfer__pb2.PullBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kv__transfer__pb2.PullBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer:
@@ -65,14 +70,24 @@ class KvTransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended.
+        """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
+        another pair's; UNAUTHENTICATED without the secret of a pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Ends a lease: the source's blocks are freed. Repeating it is harmless.
+        """Ends a lease: the source's blocks are freed. Repeating it is harmless, and so is the lease of another pair.
+        UNAUTHENTICATED without the secret of a pair.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullBlocks(self, request, context):
+        """Reads a part of a lease's blocks, in pieces, in order. NOT_FOUND when the lease has ended or is another pair's,
+        UNAVAILABLE when it ends before the part is read, UNAUTHENTICATED without the secret of a pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +110,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseResponse.SerializeToString,
+            ),
+            'PullBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullBlocks,
+                    request_deserializer=baton_dot_v1_dot_kv__transfer__pb2.PullBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_kv__transfer__pb2.PullBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +199,33 @@ class KvTransferService:
             '/baton.v1.KvTransferService/ReleaseLease',
             baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseRequest.SerializeToString,
             baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.KvTransferService/PullBlocks',
+            baton_dot_v1_dot_kv__transfer__pb2.PullBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_kv__transfer__pb2.PullBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

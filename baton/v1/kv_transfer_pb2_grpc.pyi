@@ -3,8 +3,9 @@
 isort:skip_file
 The handover of a KV cache from the prefill worker that built it to the decode worker that goes on.
 
-Once a pair: Handshake. Once a request: the decode worker reads the blocks that the descriptor names over
-the transport that the handshake chose, then releases the lease. docs/kv_handover.md has the states.
+Once a pair: Handshake, which brings the pair's secret and the ways to the pool. Once a request: the decode worker
+reads the blocks that the descriptor names over the cheapest way that works, then releases the lease.
+docs/kv_handover.md has the states.
 """
 
 from baton.v1 import kv_transfer_pb2 as _kv_transfer_pb2
@@ -42,9 +43,17 @@ class KvTransferServiceStub:
     sides' values when they differ.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewLeaseRequest, _kv_transfer_pb2.RenewLeaseResponse]
-    """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended."""
+    """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
+    another pair's; UNAUTHENTICATED without the secret of a pair.
+    """
     ReleaseLease: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeaseRequest, _kv_transfer_pb2.ReleaseLeaseResponse]
-    """Ends a lease: the source's blocks are freed. Repeating it is harmless."""
+    """Ends a lease: the source's blocks are freed. Repeating it is harmless, and so is the lease of another pair.
+    UNAUTHENTICATED without the secret of a pair.
+    """
+    PullBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.PullBlocksRequest, _kv_transfer_pb2.PullBlocksResponse]
+    """Reads a part of a lease's blocks, in pieces, in order. NOT_FOUND when the lease has ended or is another pair's,
+    UNAVAILABLE when it ends before the part is read, UNAUTHENTICATED without the secret of a pair.
+    """
 
 @_typing.type_check_only
 class KvTransferServiceAsyncStub(KvTransferServiceStub):
@@ -56,9 +65,17 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     sides' values when they differ.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewLeaseRequest, _kv_transfer_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended."""
+    """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
+    another pair's; UNAUTHENTICATED without the secret of a pair.
+    """
     ReleaseLease: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeaseRequest, _kv_transfer_pb2.ReleaseLeaseResponse]  # type: ignore[assignment]
-    """Ends a lease: the source's blocks are freed. Repeating it is harmless."""
+    """Ends a lease: the source's blocks are freed. Repeating it is harmless, and so is the lease of another pair.
+    UNAUTHENTICATED without the secret of a pair.
+    """
+    PullBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.PullBlocksRequest, _kv_transfer_pb2.PullBlocksResponse]  # type: ignore[assignment]
+    """Reads a part of a lease's blocks, in pieces, in order. NOT_FOUND when the lease has ended or is another pair's,
+    UNAVAILABLE when it ends before the part is read, UNAUTHENTICATED without the secret of a pair.
+    """
 
 class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by each prefill worker to the decode workers."""
@@ -79,7 +96,9 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.RenewLeaseResponse, _abc.Awaitable[_kv_transfer_pb2.RenewLeaseResponse]]:
-        """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended."""
+        """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
+        another pair's; UNAUTHENTICATED without the secret of a pair.
+        """
 
     @_abc_1.abstractmethod
     def ReleaseLease(
@@ -87,6 +106,18 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.ReleaseLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.ReleaseLeaseResponse, _abc.Awaitable[_kv_transfer_pb2.ReleaseLeaseResponse]]:
-        """Ends a lease: the source's blocks are freed. Repeating it is harmless."""
+        """Ends a lease: the source's blocks are freed. Repeating it is harmless, and so is the lease of another pair.
+        UNAUTHENTICATED without the secret of a pair.
+        """
+
+    @_abc_1.abstractmethod
+    def PullBlocks(
+        self,
+        request: _kv_transfer_pb2.PullBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.PullBlocksResponse], _abc.AsyncIterator[_kv_transfer_pb2.PullBlocksResponse]]:
+        """Reads a part of a lease's blocks, in pieces, in order. NOT_FOUND when the lease has ended or is another pair's,
+        UNAVAILABLE when it ends before the part is read, UNAUTHENTICATED without the secret of a pair.
+        """
 
 def add_KvTransferServiceServicer_to_server(servicer: KvTransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

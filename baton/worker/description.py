@@ -35,6 +35,7 @@ class WorkerDescription:
     host_id: str
     max_num_seqs: int
     facts: EngineFacts
+    converts_dtype: bool = False
 
     def record(self, state: WorkerState, stats: EngineStats) -> WorkerRecord:
         """The heartbeat's content."""
@@ -50,6 +51,7 @@ class WorkerDescription:
             num_blocks=self.facts.num_blocks,
             max_num_seqs=self.max_num_seqs,
             max_context_tokens=self.facts.max_context_tokens,
+            converts_dtype=self.converts_dtype,
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
             num_used_blocks=stats.num_used_blocks,

@@ -19,6 +19,7 @@ from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool, OutOfBlocksError
 from baton.engine.kv_pool import KVPool
 from kv_transfer.descriptor import KVDescriptor, PeerKey
+from kv_transfer.destination import copy_on_cpu
 from kv_transfer.errors import LeaseNotFoundError, StaleLeaseError
 from kv_transfer.fenced import FencedReader
 from kv_transfer.lease import EndedLease, LeaseOutcome, LeaseTable
@@ -57,6 +58,9 @@ class Memory:
     def fence(self, slot: int) -> int:
         next(self.meanwhile, None)
         return self.words[slot]
+
+    def copy(self, destination, runs):
+        copy_on_cpu(self.blocks, destination, runs)
 
     def close(self) -> None:
         pass

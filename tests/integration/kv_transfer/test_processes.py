@@ -54,8 +54,13 @@ class Source:
         self.process.wait()
 
     @property
+    def handle(self) -> ShmHandle:
+        (handle,) = self.pool.handles
+        return handle
+
+    @property
     def path(self) -> Path:
-        return SHM_DIRECTORY / self.pool.handle.segment
+        return SHM_DIRECTORY / self.handle.segment
 
 
 @pytest.fixture
@@ -80,7 +85,8 @@ def source():
                 lease_s=5.0,
             )
             handle = ShmHandle(segment=answer["segment"], num_blocks=NUM_BLOCKS)
-            yield Source(process, PeerPool(peer=PEER, handle=handle), descriptor)
+            pool = PeerPool(peer=PEER, layout=LAYOUT, address="", secret=b"", handles=(handle,))
+            yield Source(process, pool, descriptor)
         finally:
             process.kill()
     reap_stale_segments()
@@ -93,8 +99,8 @@ def mappings(segment: str) -> list[str]:
 
 def test_the_bytes_arrive_from_another_process_through_a_read_only_mapping(source):
     into = KVPool(LAYOUT, NUM_BLOCKS)
-    reader = ShmReader.open(source.pool, LAYOUT)
-    assert all(" r--s " in line for line in mappings(source.pool.handle.segment))
+    reader = ShmReader.open(source.pool, source.handle)
+    assert all(" r--s " in line for line in mappings(source.handle.segment))
     reader.read(source.descriptor, into, [0, 1, 2, 9])
     expected = pattern()[list(BLOCK_IDS)]
     assert torch.equal(into.tensor[[0, 1, 2, 9]].view(torch.uint8), expected.view(torch.uint8))
@@ -102,11 +108,11 @@ def test_the_bytes_arrive_from_another_process_through_a_read_only_mapping(sourc
     with pytest.raises(StaleLeaseError):
         reader.read(source.descriptor, into, [0, 1, 2, 9])
     reader.close()
-    assert mappings(source.pool.handle.segment) == []
+    assert mappings(source.handle.segment) == []
 
 
 def test_a_killed_source_leaves_a_readable_pool_that_is_reaped_and_unmapped(source):
-    readers = PeerReaders(lambda peer_pool: ShmReader.open(peer_pool, LAYOUT))
+    readers = PeerReaders(ShmReader.open)
     readers.open(source.pool)
     reap_stale_segments()
     assert source.path.exists(), "its owner lives"
@@ -119,9 +125,9 @@ def test_a_killed_source_leaves_a_readable_pool_that_is_reaped_and_unmapped(sour
 
     reap_stale_segments()
     assert not source.path.exists()
-    assert len(mappings(source.pool.handle.segment)) == 1, "unlinked, and still mapped by us"
+    assert len(mappings(source.handle.segment)) == 1, "unlinked, and still mapped by us"
     readers.close(PEER)
-    assert mappings(source.pool.handle.segment) == []
+    assert mappings(source.handle.segment) == []
     with pytest.raises(PeerGoneError):
         readers.read(source.descriptor, into, [7, 8, 9, 10])
     with pytest.raises(PeerGoneError):
@@ -129,13 +135,13 @@ def test_a_killed_source_leaves_a_readable_pool_that_is_reaped_and_unmapped(sour
 
 
 def test_a_failed_read_keeps_no_view_of_the_mapping(source):
-    reader = ShmReader.open(source.pool, LAYOUT)
+    reader = ShmReader.open(source.pool, source.handle)
     source.release_and_reuse()
     with pytest.raises(StaleLeaseError) as failure:
         reader.read(source.descriptor, KVPool(LAYOUT, NUM_BLOCKS), [0, 1, 2, 3])
     reader.close()
     assert failure.value.__traceback__ is not None, "whoever logs the error later still holds its frames"
-    assert mappings(source.pool.handle.segment) == []
+    assert mappings(source.handle.segment) == []
 
 
 def test_a_new_source_reaps_its_killed_predecessor_first(source):

@@ -15,20 +15,26 @@ from baton.rpc.errors import from_call
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.v1 import kv_transfer_pb2 as pb
 from baton.v1 import kv_transfer_pb2_grpc
-from kv_transfer import wire
+from kv_transfer import choice, wire
 from kv_transfer.calls import SourceCalls
 from kv_transfer.client import PeerDirectory, PeerTimings
-from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
+from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle, Transport
 from kv_transfer.errors import LeaseNotFoundError, NoTransportError, PeerGoneError, StaleLeaseError
 from kv_transfer.handshake import Endpoint
 from kv_transfer.lease import LeaseOutcome
+from kv_transfer.pairs import PairSecrets, new_key
 from kv_transfer.service import KvTransferServicer
+from prefill_worker.messages import HeldCache
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint(model="m", weights="w1", tokenizer="t1", dtype="bfloat16")
 HANDLE = ShmHandle(segment="baton-" + "a" * 32, num_blocks=64)
 PREFILL = Endpoint(peer=PeerKey("prefill-1", "life-1"), host_id="host", fingerprint=FINGERPRINT, layout=LAYOUT)
-DECODE = replace(PREFILL, peer=PeerKey("decode-1", "life-9"))
+DECODE = replace(
+    PREFILL, peer=PeerKey("decode-1", "life-9"), transports=choice.readable([Transport.SHM, Transport.GRPC], "cpu")
+)
+SECRETS = PairSecrets(new_key())
+HELD = HeldCache(lease_id="lease", slot=0, generation=1, block_ids=(5, 6))
 TIMINGS = PeerTimings(silence_s=0.3, probe_interval_s=0.05)
 
 
@@ -38,19 +44,26 @@ class Leases:
 
     live: set[str] = field(default_factory=lambda: {"lease"})
     lease_s: float = 0.15
+    pairs: set[str] = field(default_factory=set)
     renewals: int = 0
     releases: asyncio.Queue = field(default_factory=asyncio.Queue)
     renewed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def renew_lease(self, lease_id: str) -> float:
-        if lease_id not in self.live:
-            raise LeaseNotFoundError(f"lease {lease_id} has ended")
+    async def renew_lease(self, lease_id: str, pair: str) -> float:
+        self.leased_blocks(lease_id, pair)
         self.renewals += 1
         if self.renewals == 3:
             self.renewed.set()
         return self.lease_s
 
-    async def release_lease(self, lease_id: str, outcome: LeaseOutcome) -> None:
+    def leased_blocks(self, lease_id: str, pair: str) -> HeldCache:
+        if lease_id not in self.live:
+            raise LeaseNotFoundError(f"lease {lease_id} has ended")
+        self.pairs.add(pair)
+        return HELD
+
+    async def release_lease(self, lease_id: str, pair: str, outcome: LeaseOutcome) -> None:
+        self.pairs.add(pair)
         self.live.discard(lease_id)
         self.releases.put_nowait((lease_id, outcome))
 
@@ -72,7 +85,8 @@ class Listener:
 @asynccontextmanager
 async def serving(endpoint: Endpoint, leases: Leases, port: int = 0):
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
-    kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(KvTransferServicer(endpoint, HANDLE, leases), server)
+    servicer = KvTransferServicer(endpoint, [HANDLE], SECRETS, leases)
+    kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
@@ -135,10 +149,13 @@ def descriptor_at(address: str, **changes) -> KVDescriptor:
 
 async def test_a_held_lease_is_connected_renewed_and_released_as_consumed(source, directory, listener, leases):
     async with directory.hold(descriptor_at(source)) as lease:
-        assert listener.opened == [PeerPool(peer=PREFILL.peer, handle=HANDLE)]
+        (pool,) = listener.opened
+        assert (pool.peer, pool.layout, pool.address, pool.handles) == (PREFILL.peer, LAYOUT, source, (HANDLE,))
+        assert repr(pool.secret) not in repr(pool), "it would end up in a log"
         await leases.renewed.wait()
         lease.consumed()
         assert await leases.releases.get() == ("lease", LeaseOutcome.CONSUMED)
+        assert leases.pairs == {SECRETS.require(pool.secret)}
         # Its renewals have ended and none is missed.
         await asyncio.sleep(2 * leases.lease_s)
     assert leases.releases.empty()
@@ -193,12 +210,11 @@ async def test_many_requests_shake_hands_once(source, directory, listener):
     [
         ({"fingerprint": replace(FINGERPRINT, weights="w2")}, "weights", ("w1", "w2")),
         ({"fingerprint": replace(FINGERPRINT, tokenizer="t2")}, "tokenizer", ("t1", "t2")),
-        ({"layout": replace(LAYOUT, block_size=32)}, "block_size", ("16", "32")),
         ({"layout": replace(LAYOUT, num_layers=3)}, "num_layers", ("2", "3")),
         ({"layout": replace(LAYOUT, dtype="float32")}, "dtype", ("bfloat16", "float32")),
     ],
 )
-async def test_workers_that_do_not_fit_are_told_both_values_and_the_lease_goes_back(
+async def test_workers_that_do_not_fit_are_told_both_values_and_get_no_secret(
     source, channels, listener, leases, changes, what, values
 ):
     calls = SourceCalls(replace(DECODE, **changes), channels, from_call)
@@ -207,8 +223,49 @@ async def test_workers_that_do_not_fit_are_told_both_values_and_the_lease_goes_b
             async with directory.hold(descriptor_at(source)):
                 pytest.fail("entered")
     assert (refusal.value.metadata["ours"], refusal.value.metadata["theirs"]) == values
-    assert leases.releases.get_nowait() == ("lease", LeaseOutcome.ABANDONED)
+    assert leases.releases.empty(), "the lease ends by expiry, or by whoever sent the descriptor"
     assert listener.opened == []
+
+
+async def test_a_reader_that_converts_may_have_another_block_size_and_element_type(source, channels, listener, leases):
+    mine = replace(
+        DECODE,
+        layout=replace(LAYOUT, block_size=32, dtype="float32"),
+        fingerprint=replace(FINGERPRINT, dtype="float32"),
+        converts_dtype=True,
+    )
+    async with PeerDirectory.serve(SourceCalls(mine, channels, from_call), listener, TIMINGS) as directory:
+        async with directory.hold(descriptor_at(source)):
+            assert listener.opened[0].layout == LAYOUT, "how the source's blocks lie"
+        with pytest.raises(InvalidArgumentError, match="must be 2 of 16 tokens"):
+            async with directory.hold(descriptor_at(source, block_ids=(5,))):
+                pytest.fail("entered")
+
+
+@pytest.mark.parametrize("secret", [b"", b"x" * 48, bytes(16)])
+async def test_a_lease_is_worthless_without_the_secret_of_a_pair(source, channels, leases, secret):
+    stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels(source))
+    names = {"lease_id": "lease", "incarnation": "life-1", "pair_secret": secret}
+    pull = stub.PullBlocks(pb.PullBlocksRequest(**names, num_bytes=1, max_piece_bytes=1))
+    for call in (
+        stub.RenewLease(pb.RenewLeaseRequest(**names)),
+        stub.ReleaseLease(pb.ReleaseLeaseRequest(**names)),
+        pull.read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call
+        assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert secret.hex() not in failure.value.details() or not secret
+    assert leases.releases.empty()
+    assert leases.renewals == 0
+
+
+async def test_a_secret_of_another_life_is_none(source, channels, leases):
+    stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels(source))
+    foreign = PairSecrets(new_key()).mint()
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.RenewLease(pb.RenewLeaseRequest(lease_id="lease", incarnation="life-1", pair_secret=foreign))
+    assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_another_host_is_offered_no_shared_memory(source, channels, listener, leases):
@@ -301,7 +358,9 @@ async def test_calls_that_name_another_life_never_reach_the_leases(source, chann
 )
 async def test_whatever_is_not_consumed_is_abandoned(source, channels, leases, value, outcome):
     stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels(source))
-    await stub.ReleaseLease(pb.ReleaseLeaseRequest(lease_id="lease", incarnation="life-1", outcome=value))
+    request = pb.ReleaseLeaseRequest(lease_id="lease", incarnation="life-1", outcome=value)
+    request.pair_secret = (await stub.Handshake(wire.endpoint_to_request(DECODE))).pair_secret
+    await stub.ReleaseLease(request)
     assert await leases.releases.get() == ("lease", outcome)
 
 

@@ -199,7 +199,8 @@ def test_a_step_that_fails_ends_its_sequences_and_no_other(bench):
 
 
 def test_peers_are_opened_and_forgotten(bench):
-    pool = PeerPool(peer=PeerKey("p", "i"), handle=ShmHandle(segment="baton-x", num_blocks=4))
+    handle = ShmHandle(segment="baton-x", num_blocks=4)
+    pool = PeerPool(peer=PeerKey("p", "i"), layout=LAYOUT, address="", secret=b"", handles=(handle,))
     bench.turn(OpenPeer(pool=pool))
     assert bench.copier.peers == [pool]
     bench.turn(ForgetPeer(peer=pool.peer))

@@ -56,8 +56,6 @@ def test_a_route_takes_blocks_for_the_prompt_and_for_all() -> None:
         ({"fingerprint": replace(OURS, tokenizer="x")}, {}),
         ({}, {"fingerprint": replace(OURS, weights="x")}),
         ({}, {"fingerprint": replace(OURS, dtype="bfloat16")}),
-        ({}, {"host_id": "elsewhere"}),
-        ({}, {"block_size": 32}),
     ],
 )
 def test_no_route_without_credit_and_fit_on_both_sides(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
@@ -83,9 +81,18 @@ def test_ties_go_by_name_so_that_all_gateways_agree() -> None:
         assert (route.prefill_id, route.decode_id) == ("p1", "d1")
 
 
-def test_a_pair_may_be_the_only_one_that_shares_a_host() -> None:
-    views = [view("p1", host_id="a"), view("p2", host_id="b", granted_blocks=5), view("d1", host_id="b")]
+def test_hosts_block_sizes_and_with_consent_element_types_may_differ() -> None:
+    # 64 tokens of prompt and output: 2 blocks of 32.
+    other = {"host_id": "elsewhere", "block_size": 32, "fingerprint": replace(OURS, dtype="bfloat16")}
+    route = ROUTER.choose_route(TICKET, [view("p1"), view("d1", converts_dtype=True, **other)])
+    assert route.decode_blocks == 2
+
+
+def test_a_pair_on_one_host_wins_among_equals_only() -> None:
+    views = [view("p1", host_id="a"), view("p2", host_id="b"), view("d1", host_id="b")]
     assert ROUTER.choose_route(TICKET, views).prefill_id == "p2"
+    loaded = [view("p1", host_id="a"), view("p2", host_id="b", granted_blocks=5), view("d1", host_id="b")]
+    assert ROUTER.choose_route(TICKET, loaded).prefill_id == "p1"
 
 
 def test_has_pair_looks_past_credit() -> None:

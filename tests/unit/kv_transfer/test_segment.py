@@ -10,7 +10,7 @@ import pytest
 from baton.core.errors import StartupError
 from baton.core.model import KVLayout
 from kv_transfer import segment
-from kv_transfer.descriptor import PeerKey, PeerPool, ShmHandle
+from kv_transfer.descriptor import PeerKey, ShmHandle
 from kv_transfer.errors import PeerGoneError, PoolMismatchError
 from kv_transfer.segment import SHM_DIRECTORY, Segment, SegmentSpec, SegmentView, reap_stale_segments
 
@@ -25,8 +25,7 @@ def owner(tmp_path):
     owner.close()
 
 
-def pool_of(owner: Segment) -> PeerPool:
-    return PeerPool(peer=PeerKey("prefill", "life-1"), handle=owner.handle)
+PEER = PeerKey("prefill", "life-1")
 
 
 def test_a_segment_is_private_full_size_and_allocated(owner, tmp_path):
@@ -42,7 +41,7 @@ def test_fence_table_and_blocks_lie_apart_on_their_own_pages():
 
 
 def test_a_reader_sees_words_and_blocks_as_they_are_written(owner, tmp_path):
-    view = SegmentView.open(pool_of(owner), LAYOUT, tmp_path)
+    view = SegmentView.open(PEER, LAYOUT, owner.handle, tmp_path)
     assert [view.fence(slot) for slot in (0, 999)] == [0, 0]
     owner.store(999, 2**63 + 5)
     owner.blocks[-1] = 17
@@ -54,7 +53,7 @@ def test_a_reader_sees_words_and_blocks_as_they_are_written(owner, tmp_path):
 
 
 def test_closing_clears_every_word_and_unlinks(owner, tmp_path):
-    view = SegmentView.open(pool_of(owner), LAYOUT, tmp_path)
+    view = SegmentView.open(PEER, LAYOUT, owner.handle, tmp_path)
     owner.store(0, 1)
     owner.store(999, 2)
     owner.close()
@@ -64,7 +63,7 @@ def test_closing_clears_every_word_and_unlinks(owner, tmp_path):
     owner.store(0, 0)
     view.close()
     with pytest.raises(PeerGoneError):
-        SegmentView.open(pool_of(owner), LAYOUT, tmp_path)
+        SegmentView.open(PEER, LAYOUT, owner.handle, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -79,31 +78,31 @@ def test_closing_clears_every_word_and_unlinks(owner, tmp_path):
 def test_a_segment_that_is_not_what_was_promised_is_refused(owner, tmp_path, peer, layout, num_blocks, what):
     handle = ShmHandle(segment=owner.handle.segment, num_blocks=num_blocks)
     with pytest.raises(PoolMismatchError, match=what):
-        SegmentView.open(PeerPool(peer=peer, handle=handle), layout, tmp_path)
+        SegmentView.open(peer, layout, handle, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", bytes(8192)])
 def test_a_file_that_is_no_segment_is_refused(tmp_path, content):
     name = "baton-" + "0" * 32
     (tmp_path / name).write_bytes(content)
-    pool = PeerPool(peer=PeerKey("prefill", "life-1"), handle=ShmHandle(segment=name, num_blocks=3))
+    handle = ShmHandle(segment=name, num_blocks=3)
     with pytest.raises(PoolMismatchError):
-        SegmentView.open(pool, LAYOUT, tmp_path)
+        SegmentView.open(PEER, LAYOUT, handle, tmp_path)
 
 
 def test_a_truncated_segment_is_refused_and_not_a_bus_error(owner, tmp_path):
     copy = tmp_path / ("baton-" + "1" * 32)
     copy.write_bytes((tmp_path / owner.handle.segment).read_bytes()[:-1])
-    pool = PeerPool(peer=PeerKey("prefill", "life-1"), handle=ShmHandle(segment=copy.name, num_blocks=3))
+    handle = ShmHandle(segment=copy.name, num_blocks=3)
     with pytest.raises(PoolMismatchError, match="shorter"):
-        SegmentView.open(pool, LAYOUT, tmp_path)
+        SegmentView.open(PEER, LAYOUT, handle, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "baton-x", "baton-" + "0" * 32 + "/x"])
 def test_a_peer_cannot_point_a_reader_at_another_file(tmp_path, name):
-    pool = PeerPool(peer=PeerKey("prefill", "life-1"), handle=ShmHandle(segment=name, num_blocks=3))
+    handle = ShmHandle(segment=name, num_blocks=3)
     with pytest.raises(PoolMismatchError, match="not a segment's name"):
-        SegmentView.open(pool, LAYOUT, tmp_path)
+        SegmentView.open(PEER, LAYOUT, handle, tmp_path)
 
 
 def test_a_symbolic_link_is_neither_read_nor_followed_by_the_reaper(tmp_path):

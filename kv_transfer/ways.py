@@ -1,0 +1,49 @@
+"""Makes a reader of any handle, in the decode engine process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.descriptor import GrpcHandle, ShmHandle
+from kv_transfer.errors import NoTransportError
+from kv_transfer.grpc_reader import GrpcReader
+from kv_transfer.shm import ShmReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import grpc
+
+    from baton.core.errors import ServingError
+    from kv_transfer.descriptor import PeerPool, PoolHandle
+    from kv_transfer.transport import KVReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderFactory:
+    """`open_reader` for `PeerReaders`.
+
+    `channel` makes a channel to an address, which its reader then owns; `from_call` turns a failed call into its
+    ServingError; a transfer without progress for `timeout_s` has failed.
+    """
+
+    channel: Callable[[str], grpc.Channel]
+    from_call: Callable[[Any], ServingError]
+    max_message_bytes: int
+    timeout_s: float
+
+    def __call__(self, pool: PeerPool, handle: PoolHandle) -> KVReader:
+        """A reader of the pool by the way that the handle names; raises what the transport raises."""
+        match handle:
+            case ShmHandle():
+                return ShmReader.open(pool, handle)
+            case GrpcHandle():
+                return GrpcReader(
+                    pool,
+                    self.channel(pool.address),
+                    self.from_call,
+                    max_message_bytes=self.max_message_bytes,
+                    timeout_s=self.timeout_s,
+                )
+        raise NoTransportError(f"{handle.transport.value} is not known here")
