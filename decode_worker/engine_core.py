@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from baton.core.errors import CancelledError, ServingError
+from baton.engine.token_rules import TokenRules
 from baton.worker.engine_loop import EngineStats
 from decode_worker.messages import Accept, Cancel, Failed, Finished, ForgetPeer, HandedOver, OpenPeer, Token
 from decode_worker.scheduler import DecodeScheduler, DecodeSequence
@@ -78,6 +79,12 @@ class DecodeCore:
                         last_token_id=command.first_token_id,
                         sampling=command.sampling,
                         stop=command.stop,
+                        rules=TokenRules.start(
+                            command.sampling,
+                            command.stop,
+                            prompt_ids=command.prompt_ids,
+                            output_ids=[command.first_token_id],
+                        ),
                     )
                 )
             case Cancel():

@@ -31,13 +31,17 @@ class ForgetPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """A sequence to be taken over; it fits the model and the pool, and its peer has been opened."""
+    """A sequence to be taken over; it fits the model and the pool, and its peer has been opened.
+
+    `prompt_ids` is empty unless `sampling.penalizes_prompt`.
+    """
 
     attempt_id: str
     kv: KVDescriptor
     first_token_id: int
     sampling: SamplingParams
     stop: StopRule
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from baton.core.generation import FinishReason, SamplingParams, StopRule
     from baton.engine.block_pool import BlockPool
+    from baton.engine.token_rules import TokenRules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class DecodeSequence:
     last_token_id: int
     sampling: SamplingParams
     stop: StopRule
+    rules: TokenRules | None = None
     num_generated: int = 1
     num_steps: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -114,6 +116,7 @@ class DecodeScheduler:
                     start_position=sequence.last_position,
                     block_table=sequence.block_table,
                     sampling=sequence.sampling,
+                    rules=sequence.rules,
                 )
                 for sequence in self._running.values()
             )
@@ -130,6 +133,8 @@ class DecodeScheduler:
             sequence.last_token_id = token_id
             sequence.num_generated += 1
             sequence.num_steps += 1
+            if sequence.rules is not None:
+                sequence.rules.append(token_id)
             reason = sequence.stop.finish_reason(token_id, sequence.num_generated)
             produced.append(
                 NewToken(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, ServingError
+from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ResourceExhaustedError, ServingError
 from baton.core.generation import FinishReason
+from baton.rpc.generation import read_sampling
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker import requests
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import grpc.aio
     from opentelemetry.trace import Tracer
 
+    from baton.core.generation import SamplingParams
     from baton.telemetry.instruments import WorkerInstruments
     from baton.worker.description import WorkerDescription
     from baton.worker.engine_client import Attempt, EngineClient
@@ -98,15 +100,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         attempt_id = requests.read_attempt_id(request.attempt_id)
         requests.require_fingerprint(request.fingerprint, facts.fingerprint, worker_id=self._description.worker_id)
         requests.require_in_vocabulary("first_token_id", [request.first_token_id], vocab_size=facts.vocab_size)
-        stop = requests.read_stop(request.max_tokens, request.stop_token_ids, at_least=2)
+        stop = requests.read_stop(request, at_least=2, vocab_size=facts.vocab_size)
+        sampling = read_sampling(request.sampling, default_seed=0, vocab_size=facts.vocab_size)
         requests.require_in_context(kv.num_tokens, stop.max_tokens, max_context_tokens=facts.max_context_tokens)
         requests.require_in_pool("max_tokens", kv.num_tokens + stop.max_tokens, capacity_tokens=facts.capacity_tokens)
         return Accept(
             attempt_id=attempt_id,
             kv=kv,
             first_token_id=request.first_token_id,
-            sampling=requests.read_sampling(request.sampling),
+            sampling=sampling,
             stop=stop,
+            prompt_ids=_read_prompt(request, sampling, vocab_size=facts.vocab_size),
         )
 
     def _require_room(self) -> None:
@@ -154,3 +158,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
         self._instruments.handover_time.labels(event.transport).observe(event.copy_s)
         self._instruments.handover_bytes.labels(event.transport).inc(event.num_bytes)
+
+
+def _read_prompt(request: decode_pb2.DecodeRequest, sampling: SamplingParams, *, vocab_size: int) -> tuple[int, ...]:
+    """The prompt where a penalty looks at it; empty where none does."""
+    num_expected = request.kv.num_tokens if sampling.penalizes_prompt else 0
+    if len(request.prompt_token_ids) != num_expected:
+        raise InvalidArgumentError(
+            "prompt_token_ids", f"must have {num_expected} ids, has {len(request.prompt_token_ids)}"
+        )
+    if num_expected:
+        requests.require_in_vocabulary("prompt_token_ids", request.prompt_token_ids, vocab_size=vocab_size)
+    return tuple(request.prompt_token_ids)

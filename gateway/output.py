@@ -14,14 +14,23 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """Detokenizes, matches stop strings and counts. A stop token counts, but its text does not show."""
+    """Detokenizes, matches stop strings and counts. A stop token counts, but its text does not show.
+
+    Stop strings are looked for in the text that the tokens after the first `min_tokens` make certain.
+    """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop_strings: StopStringMatcher, stop_token_ids: frozenset[int]
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: StopStringMatcher,
+        stop_token_ids: frozenset[int],
+        *,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._stop_token_ids = stop_token_ids
+        self._min_tokens = min_tokens
         self._num_tokens = 0
 
     @property
@@ -41,7 +50,10 @@ class Output:
         for token_id in token_ids:
             taken += 1
             if token_id not in self._stop_token_ids:
-                texts.append(self._stop_strings.push(self._detokenizer.push((token_id,))))
+                text = self._detokenizer.push((token_id,))
+                if self._num_tokens + taken > self._min_tokens:
+                    text = self._stop_strings.push(text)
+                texts.append(text)
                 if self.is_stopped:
                     break
         self._num_tokens += taken

@@ -100,7 +100,10 @@ class Session:
         self._progress = progress
         self._timeout_s = timeout_s
         self._output = Output(
-            services.tokenizer.new_detokenizer(), StopStringMatcher(request.stop_strings), request.stop_token_ids
+            services.tokenizer.new_detokenizer(),
+            StopStringMatcher(request.stop_strings),
+            request.stop_token_ids,
+            min_tokens=request.min_tokens,
         )
         self._phase_name = "arrival"
         self._is_finished = False

@@ -5,25 +5,25 @@ Malformed whatever the model: InvalidArgumentError. Beyond what this model can d
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
-from baton.core.generation import SamplingParams, StopRule
+from baton.core.generation import StopRule
+from baton.rpc.generation import read_sampling
 from gateway.tokenization import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.core.generation import SamplingParams
     from baton.v1 import common_pb2, gateway_pb2
     from gateway.served_model import ServedModel
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
-MAX_TEMPERATURE = 100.0
 ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -61,6 +61,7 @@ class GenerationRequest:
     prompt: Prompt
     sampling: SamplingParams
     max_tokens: int | None
+    min_tokens: int
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
 
@@ -76,7 +77,11 @@ class GenerationRequest:
                 limit=left,
             )
         max_tokens = self.max_tokens if self.max_tokens is not None else min(model.default_max_tokens, left)
-        return StopRule(max_tokens=max_tokens, stop_token_ids=self.stop_token_ids)
+        if self.min_tokens > max_tokens:
+            raise OutOfRangeError(
+                "stop.min_tokens", f"{self.min_tokens} is over the request's max_tokens, {max_tokens}", limit=max_tokens
+            )
+        return StopRule(max_tokens=max_tokens, stop_token_ids=self.stop_token_ids, min_tokens=self.min_tokens)
 
 
 def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, *, new_seed: int) -> GenerationRequest:
@@ -87,8 +92,9 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
     return GenerationRequest(
         request_id=request.request_id,
         prompt=_prompt(request, model),
-        sampling=_sampling(request.sampling, new_seed),
+        sampling=read_sampling(request.sampling, default_seed=new_seed, vocab_size=model.vocab_size),
         max_tokens=_max_tokens(request.stop),
+        min_tokens=request.stop.min_tokens,
         stop_strings=_stop_strings(request.stop),
         stop_token_ids=_stop_token_ids(request.stop, model),
     )
@@ -192,37 +198,14 @@ def _known_ids(field: str, ids: Sequence[int], model: ServedModel) -> tuple[int,
     return tuple(ids)
 
 
-def _sampling(params: common_pb2.SamplingParams, new_seed: int) -> SamplingParams:
-    defaults = SamplingParams()
-    temperature = params.temperature if params.HasField("temperature") else defaults.temperature
-    top_p = params.top_p if params.HasField("top_p") else defaults.top_p
-    min_p = params.min_p if params.HasField("min_p") else defaults.min_p
-    # Written so that NaN, which compares false with everything, is refused.
-    if not 0.0 <= temperature <= MAX_TEMPERATURE:
-        raise InvalidArgumentError("sampling.temperature", _range(temperature, f"[0, {MAX_TEMPERATURE:g}]"))
-    if not 0.0 < top_p <= 1.0:
-        raise InvalidArgumentError("sampling.top_p", _range(top_p, "(0, 1]"))
-    if not 0.0 <= min_p <= 1.0:
-        raise InvalidArgumentError("sampling.min_p", _range(min_p, "[0, 1]"))
-    return SamplingParams(
-        temperature=temperature,
-        top_k=params.top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=params.seed if params.HasField("seed") else new_seed,
-    )
-
-
-def _range(value: float, allowed: str) -> str:
-    shown = f"{value:.6g}" if math.isfinite(value) else str(value)
-    return f"must be in {allowed}; it is {shown}"
-
-
 def _max_tokens(stop: common_pb2.StopConditions) -> int | None:
     if not stop.HasField("max_tokens"):
         return None
     if stop.max_tokens < 1:
         raise InvalidArgumentError("stop.max_tokens", "must be at least 1; it is 0")
+    if stop.min_tokens > stop.max_tokens:
+        description = f"must be at most max_tokens, {stop.max_tokens}; it is {stop.min_tokens}"
+        raise InvalidArgumentError("stop.min_tokens", description)
     return stop.max_tokens
 
 
@@ -241,4 +224,7 @@ def _stop_token_ids(stop: common_pb2.StopConditions, model: ServedModel) -> froz
         description = f"at most {MAX_STOP_TOKEN_IDS}; there are {len(stop.token_ids)}"
         raise InvalidArgumentError("stop.token_ids", description)
     ids = _known_ids("stop.token_ids", stop.token_ids, model)
-    return frozenset(ids) | (frozenset() if stop.ignore_eos else model.eos_token_ids)
+    ending = frozenset(ids) | (frozenset() if stop.ignore_eos else model.eos_token_ids)
+    if stop.min_tokens and len(ending) >= model.vocab_size:
+        raise InvalidArgumentError("stop.min_tokens", "must be 0 where every token ends the generation")
+    return ending

@@ -10,7 +10,6 @@ from baton.v1 import common_pb2, gateway_pb2
 from gateway.events import Accepted, Delta
 
 if TYPE_CHECKING:
-    from baton.core.generation import SamplingParams
     from baton.core.model import ModelFingerprint
     from baton.core.workers import WorkerView
     from gateway.events import Event, Finished
@@ -40,17 +39,6 @@ def fingerprint_message(fingerprint: ModelFingerprint) -> common_pb2.ModelFinger
         weights=fingerprint.weights,
         tokenizer=fingerprint.tokenizer,
         dtype=fingerprint.dtype,
-    )
-
-
-def sampling_message(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """The wire's form of sampling parameters, every field set."""
-    return common_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
     )
 
 

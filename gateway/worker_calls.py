@@ -17,8 +17,9 @@ from baton.core.errors import (
     UnavailableError,
 )
 from baton.rpc.errors import from_call
+from baton.rpc.generation import sampling_message
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from gateway.wire import fingerprint_message, read_finish_reason, sampling_message
+from gateway.wire import fingerprint_message, read_finish_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +96,7 @@ class WorkerCalls:
             sampling=sampling_message(attempt.sampling),
             max_tokens=attempt.stop.max_tokens,
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
+            min_tokens=attempt.stop.min_tokens,
         )
         return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 
@@ -109,6 +111,8 @@ class WorkerCalls:
             sampling=sampling_message(attempt.sampling),
             max_tokens=attempt.stop.max_tokens,
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
+            min_tokens=attempt.stop.min_tokens,
+            prompt_token_ids=attempt.token_ids if attempt.sampling.penalizes_prompt else (),
         )
         return DecodeCall(_WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt)
 

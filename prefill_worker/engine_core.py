@@ -10,6 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from baton.core.errors import CancelledError
+from baton.engine.token_rules import TokenRules
 from baton.worker.engine_loop import EngineStats
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.lease import LeaseOutcome
@@ -68,6 +69,7 @@ class PrefillCore:
                         token_ids=command.token_ids,
                         sampling=command.sampling,
                         arrived_s=self._clock.monotonic_s(),
+                        rules=TokenRules.start(command.sampling, command.stop, prompt_ids=command.token_ids),
                     )
                 )
             case Cancel():

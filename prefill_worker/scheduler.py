@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from baton.core.generation import SamplingParams
     from baton.engine.block_pool import BlockPool
+    from baton.engine.token_rules import TokenRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Prefill:
     token_ids: Sequence[int]
     sampling: SamplingParams
     arrived_s: float
+    rules: TokenRules | None = None
     started_s: float = 0.0
     num_computed_tokens: int = 0
     num_chunks: int = 0
@@ -158,4 +160,5 @@ def _slice(prefill: Prefill, num_tokens: int) -> SequenceSlice:
         start_position=start,
         block_table=prefill.block_table,
         sampling=prefill.sampling if end == len(prefill.token_ids) else None,
+        rules=prefill.rules,
     )

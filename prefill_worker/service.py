@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from baton.core.errors import InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
 from baton.core.generation import FinishReason
 from baton.core.ids import new_attempt_id
+from baton.rpc.generation import read_sampling
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker import requests
@@ -95,13 +96,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             )
         requests.require_in_pool("token_ids", len(token_ids), capacity_tokens=facts.capacity_tokens)
         requests.require_in_vocabulary("token_ids", token_ids, vocab_size=facts.vocab_size)
-        stop = requests.read_stop(request.max_tokens, request.stop_token_ids, at_least=1)
+        stop = requests.read_stop(request, at_least=1, vocab_size=facts.vocab_size)
         requests.require_in_context(len(token_ids), stop.max_tokens, max_context_tokens=facts.max_context_tokens)
         return Submit(
             attempt_id=attempt_id,
             lease_id=new_attempt_id(),
             token_ids=token_ids,
-            sampling=requests.read_sampling(request.sampling),
+            sampling=read_sampling(request.sampling, default_seed=0, vocab_size=facts.vocab_size),
             stop=stop,
         )
 

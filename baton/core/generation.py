@@ -18,7 +18,8 @@ class SamplingParams:
     """How the next token is chosen.
 
     The randomness of the token at position p depends on `seed` and p alone, so prefill and decode workers
-    continue one stream without passing any state.
+    continue one stream without passing any state. The penalties depend on the tokens before p too. The wire's
+    `SamplingParams` says what each field does; `logit_bias` is sorted by id.
     """
 
     temperature: float = 1.0
@@ -26,19 +27,37 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0.0
 
+    @property
+    def penalizes_prompt(self) -> bool:
+        """Whether the prompt's tokens change the choice beyond what the model makes of them."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def penalizes_output(self) -> bool:
+        """Whether it matters how often the output has a token."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """When a sequence ends by its tokens. Stop strings are matched where text exists: at the gateway."""
+    """When a sequence ends by its tokens. Stop strings are matched where text exists: at the gateway.
+
+    The first `min_tokens` tokens are chosen from all others than `stop_token_ids`.
+    """
 
     max_tokens: int
     stop_token_ids: frozenset[int]
+    min_tokens: int = 0
 
     def finish_reason(self, token_id: int, num_generated: int) -> FinishReason | None:
         """Why the sequence ends with `token_id` as its `num_generated`-th output token; None when it goes on."""

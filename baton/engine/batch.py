@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.core.generation import SamplingParams
+    from baton.engine.token_rules import TokenRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class SequenceSlice:
     longer. Blocks belong to the caller before, during and after the step. The executor keeps no reference to
     the sequences it is given, so a caller may reuse its lists once `execute` has returned.
 
-    `sampling` is None where no token follows this slice (every chunk of a prompt but its last).
+    `sampling` is None where no token follows this slice (every chunk of a prompt but its last). `rules` belong to
+    the sequence, stand at its last token when the slice samples, and are None where it asks for none.
     """
 
     attempt_id: str
@@ -29,6 +31,7 @@ class SequenceSlice:
     start_position: int
     block_table: Sequence[int]
     sampling: SamplingParams | None
+    rules: TokenRules | None = None
 
     @property
     def end_position(self) -> int:

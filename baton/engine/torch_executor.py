@@ -10,6 +10,7 @@ from baton.core.errors import ResourceExhaustedError, StartupError
 from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.kv_pool import torch_dtype
+from baton.engine.logits import apply_rules
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.sampler import sample
@@ -80,7 +81,8 @@ class TorchExecutor:
         if not rows:
             return tokens
         params = [piece.sampling for piece in plan.slices if piece.sampling is not None]
-        chosen = sample(logits, params, [plan.slices[index].end_position for index in rows])
+        adjusted = apply_rules(logits, [plan.slices[index].rules for index in rows])
+        chosen = sample(adjusted, params, [plan.slices[index].end_position for index in rows])
         for index, token in zip(rows, chosen, strict=True):
             tokens[index] = token
         return tokens

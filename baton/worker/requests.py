@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
-from baton.core.generation import SamplingParams, StopRule
+from baton.core.generation import StopRule
 from baton.core.model import ModelFingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+    from typing import TypeAlias
 
-    from baton.v1 import common_pb2
+    from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+
+    RequestLimits: TypeAlias = prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
 
 _MAX_ATTEMPT_ID_CHARS = 128
-_MAX_TEMPERATURE = 100.0
 
 
 def read_attempt_id(attempt_id: str) -> str:
@@ -33,27 +35,18 @@ def require_fingerprint(message: common_pb2.ModelFingerprint, ours: ModelFingerp
     ours.require_equal(theirs, ours=worker_id, theirs="the request")
 
 
-def read_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
-    """How tokens are chosen; an unset field takes its documented default."""
-    default = SamplingParams()
-    sampling = SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else default.temperature,
-        top_k=message.top_k if message.HasField("top_k") else default.top_k,
-        top_p=message.top_p if message.HasField("top_p") else default.top_p,
-        min_p=message.min_p if message.HasField("min_p") else default.min_p,
-        seed=message.seed if message.HasField("seed") else default.seed,
-    )
-    _require("sampling.temperature", 0 <= sampling.temperature <= _MAX_TEMPERATURE, f"from 0 to {_MAX_TEMPERATURE:g}")
-    _require("sampling.top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1")
-    _require("sampling.min_p", 0 <= sampling.min_p <= 1, "from 0 to 1")
-    return sampling
-
-
-def read_stop(max_tokens: int, stop_token_ids: Iterable[int], *, at_least: int) -> StopRule:
+def read_stop(request: RequestLimits, *, at_least: int, vocab_size: int) -> StopRule:
     """When the sequence ends; `max_tokens` must be `at_least` so many."""
-    if max_tokens < at_least:
-        raise InvalidArgumentError("max_tokens", f"must be at least {at_least}, is {max_tokens}")
-    return StopRule(max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids))
+    if request.max_tokens < at_least:
+        raise InvalidArgumentError("max_tokens", f"must be at least {at_least}, is {request.max_tokens}")
+    if request.min_tokens > request.max_tokens:
+        raise InvalidArgumentError(
+            "min_tokens", f"must be at most max_tokens, {request.max_tokens}; it is {request.min_tokens}"
+        )
+    stop_token_ids = frozenset(request.stop_token_ids)
+    if request.min_tokens and len(stop_token_ids) >= vocab_size:
+        raise InvalidArgumentError("min_tokens", "must be 0 where every token ends the generation")
+    return StopRule(max_tokens=request.max_tokens, stop_token_ids=stop_token_ids, min_tokens=request.min_tokens)
 
 
 def require_in_context(num_prompt_tokens: int, max_tokens: int, *, max_context_tokens: int) -> None:
@@ -88,9 +81,3 @@ def require_in_pool(field: str, num_tokens: int, *, capacity_tokens: int) -> Non
             limit=capacity_tokens,
             reason="KV_POOL_EXCEEDED",
         )
-
-
-def _require(field: str, holds: bool, range_text: str) -> None:
-    # NaN fails every comparison, so it ends here too.
-    if not holds:
-        raise InvalidArgumentError(field, f"must be {range_text}")

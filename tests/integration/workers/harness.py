@@ -236,6 +236,9 @@ class Client:
             if event.HasField("first_token"):
                 answer.tokens.append(event.first_token.token_id)
                 if event.first_token.HasField("kv"):
+                    sampling = changes.get("sampling", GREEDY)
+                    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1.0:
+                        changes = changes | {"prompt_token_ids": token_ids}
                     await self._decode_into(answer, attempt_id, event.first_token, changes)
         kinds = [event.WhichOneof("event") for event in answer.prefill_events]
         assert kinds == ["started", "first_token", "released"]

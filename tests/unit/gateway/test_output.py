@@ -62,3 +62,12 @@ def test_what_comes_out_at_the_end_may_complete_a_stop_string() -> None:
     assert out.push([0, 1]) == Delta("a", (0, 1))
     assert out.finish() == Delta("")
     assert out.is_stopped
+
+
+def test_stop_strings_are_looked_for_after_the_fewest_tokens() -> None:
+    out = Output(Letters(), StopStringMatcher(["bc"]), frozenset(), min_tokens=2)
+    # The one that begins in the second token does not count.
+    assert out.push([0, 1, 2, 3]) == Delta("abcd", (0, 1, 2, 3))
+    assert out.push([1, 2, 3]) == Delta("", (1, 2))
+    assert out.is_stopped
+    assert out.num_tokens == 6

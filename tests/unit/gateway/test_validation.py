@@ -69,6 +69,7 @@ def validate(request: Request, model: ServedModel = MODEL) -> Any:
         (Request(text="x", stop=Stop(strings=["s", ""])), "stop.strings[1]", "1 to 256 characters; it has 0"),
         (Request(text="x", stop=Stop(strings=["s" * 257])), "stop.strings[0]", "it has 257"),
         (Request(text="x", stop=Stop(token_ids=[1] * 65)), "stop.token_ids", "at most 64; there are 65"),
+        (Request(text="x", stop=Stop(max_tokens=3, min_tokens=4)), "stop.min_tokens", "at most max_tokens, 3; it is 4"),
     ],
 )
 def test_a_malformed_field_is_named_with_its_limit(request_: Request, field: str, words: str) -> None:
@@ -87,6 +88,7 @@ def test_a_malformed_field_is_named_with_its_limit(request_: Request, field: str
         (Request(text="x" * 1001), "text", 1000),
         (Request(messages=[gateway_pb2.ChatMessage(role="user", content="x" * 501)] * 2), "messages", 1000),
         (Request(text="x", stop=Stop(token_ids=[5, 1000])), "stop.token_ids[1]", 999),
+        (Request(text="x", sampling=Sampling(logit_bias={1000: 1})), "sampling.logit_bias[1000]", 999),
     ],
 )
 def test_a_field_beyond_the_model_is_named_with_its_limit(request_: Request, field: str, limit: int) -> None:
@@ -143,6 +145,22 @@ def test_what_exceeds_the_context_is_refused(prompt_tokens: int, asked: int | No
     with pytest.raises(OutOfRangeError) as caught:
         request.stop_rule(prompt_tokens, MODEL)
     assert (caught.value.field, caught.value.limit) == (field, limit)
+
+
+def test_min_tokens_are_at_most_what_is_left() -> None:
+    request = validate(Request(text="x", stop=Stop(min_tokens=20)))
+    assert request.stop_rule(80, MODEL).min_tokens == 20
+    with pytest.raises(OutOfRangeError) as caught:
+        request.stop_rule(81, MODEL)
+    assert (caught.value.field, caught.value.limit) == ("stop.min_tokens", 19)
+
+
+def test_min_tokens_need_a_token_that_does_not_end() -> None:
+    model = replace(MODEL, vocab_size=5)
+    validate(Request(text="x", stop=Stop(min_tokens=1, token_ids=[0, 1])), model)
+    with pytest.raises(InvalidArgumentError) as caught:
+        validate(Request(text="x", stop=Stop(min_tokens=1, token_ids=[0, 1, 4])), model)
+    assert caught.value.field == "stop.min_tokens"
 
 
 def test_a_text_without_tokens_is_empty() -> None:

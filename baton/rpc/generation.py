@@ -1,0 +1,87 @@
+"""The wire's sampling parameters, read and written: the one place that knows their defaults and limits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from baton.core.errors import InvalidArgumentError, OutOfRangeError
+from baton.core.generation import SamplingParams
+from baton.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_LOGIT_BIASES = 300
+_Ranged: TypeAlias = Literal["temperature", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
+
+# All limits are exact in the wire's 32-bit floats.
+_RANGES: dict[_Ranged, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.125, 8.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
+_BIAS_RANGE = (-100.0, 100.0)
+
+
+def read_sampling(message: common_pb2.SamplingParams, *, default_seed: int, vocab_size: int) -> SamplingParams:
+    """The parameters; an unset field takes its documented default.
+
+    InvalidArgumentError names a field outside its range, OutOfRangeError a token that is not in the vocabulary.
+    """
+    default = SamplingParams()
+    values = {name: getattr(message if message.HasField(name) else default, name) for name in _RANGES}
+    for name, value in values.items():
+        _require_range(f"sampling.{name}", value, _RANGES[name])
+    top_p = message.top_p if message.HasField("top_p") else default.top_p
+    if not 0.0 < top_p <= 1.0:
+        raise InvalidArgumentError("sampling.top_p", _range_text(top_p, "(0, 1]"))
+    return SamplingParams(
+        top_k=message.top_k,
+        top_p=top_p,
+        seed=message.seed if message.HasField("seed") else default_seed,
+        logit_bias=_read_logit_bias(message.logit_bias, vocab_size),
+        **values,
+    )
+
+
+def sampling_message(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """The wire's form of sampling parameters, every field set."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=dict(sampling.logit_bias),
+    )
+
+
+def _read_logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidArgumentError("sampling.logit_bias", f"at most {MAX_LOGIT_BIASES} ids; there are {len(biases)}")
+    for token_id, bias in sorted(biases.items()):
+        field = f"sampling.logit_bias[{token_id}]"
+        if token_id >= vocab_size:
+            limit = vocab_size - 1
+            raise OutOfRangeError(
+                field, f"is over the vocabulary's {limit}", limit=limit, reason="TOKEN_OUT_OF_VOCABULARY"
+            )
+        _require_range(field, bias, _BIAS_RANGE)
+    return tuple(sorted(biases.items()))
+
+
+def _require_range(field: str, value: float, limits: tuple[float, float]) -> None:
+    # Written so that NaN, which compares false with everything, is refused.
+    if not limits[0] <= value <= limits[1]:
+        raise InvalidArgumentError(field, _range_text(value, f"[{limits[0]:g}, {limits[1]:g}]"))
+
+
+def _range_text(value: float, allowed: str) -> str:
+    shown = f"{value:.6g}" if math.isfinite(value) else str(value)
+    return f"must be in {allowed}; it is {shown}"
