@@ -20,13 +20,13 @@ from baton.telemetry.logging import setup_logging
 from baton.telemetry.metrics import start_metrics
 from baton.telemetry.tracing import setup_tracing
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
-from gateway.classes import CHAT, LONG
+from gateway.classes import QueueClass, QueueClasses
 from gateway.fleet import Fleet
 from gateway.routing import Router
 from gateway.served_model import load_served_model
 from gateway.service import GatewayServicer, RequestSettings
 from gateway.session import SessionServices
-from gateway.settings import GatewaySettings, QueueClassSettings
+from gateway.settings import GatewaySettings, QueueSettings
 from gateway.tokenization import Tokenizer, TokenizerPool
 from gateway.worker_calls import WorkerCalls
 
@@ -59,13 +59,14 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         )
         stack.callback(pool.close)
         router = Router(model.fingerprint)
+        classes = _queue_classes(settings.queue)
         queue = AdmissionQueue(
             connection,
             Keys(settings.redis.namespace, model.name),
             router.choose_route,
             QueueConfig(
                 gateway_id=incarnation,
-                classes={CHAT: _class_limits(settings.queue.chat), LONG: _class_limits(settings.queue.long)},
+                classes=classes.limits,
             ),
         )
         services = SessionServices(
@@ -75,8 +76,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             router=router,
             workers=WorkerCalls(channels),
             tracer=tracing.tracer,
-            queue_timeout_s=settings.queue.timeout_s,
-            long_prompt_tokens=settings.queue.long_prompt_tokens,
+            classes=classes,
         )
         requests = RequestSettings(
             clock=SystemClock(), instruments=instruments, request_timeout_s=settings.limits.request_timeout_s
@@ -114,12 +114,22 @@ def _load_model(settings: GatewaySettings) -> tuple[Tokenizer, ServedModel]:
     return tokenizer, model
 
 
-def _class_limits(settings: QueueClassSettings) -> ClassLimits:
-    return ClassLimits(
-        max_waiting=settings.max_waiting,
-        max_waiting_tokens=settings.max_waiting_tokens,
-        max_prefills=settings.max_prefills,
-        weight=settings.weight,
+def _queue_classes(settings: QueueSettings) -> QueueClasses:
+    return QueueClasses(
+        QueueClass(
+            name=name,
+            max_prompt_tokens=chosen.max_prompt_tokens,
+            queue_timeout_s=chosen.queue_timeout_s,
+            request_timeout_s=chosen.request_timeout_s,
+            limits=ClassLimits(
+                max_waiting=chosen.max_waiting,
+                max_waiting_tokens=chosen.max_waiting_tokens,
+                max_prefills=chosen.max_prefills,
+                weight=chosen.weight,
+            ),
+        )
+        for name, chosen in settings.classes.items()
+        if chosen is not None
     )
 
 

@@ -42,7 +42,6 @@ from baton.telemetry.tracing import (
     USAGE_INPUT_TOKENS,
     USAGE_OUTPUT_TOKENS,
 )
-from gateway.classes import classify
 from gateway.events import Accepted, Event, Finished, Usage
 from gateway.output import Output
 from gateway.stop_strings import StopStringMatcher
@@ -58,6 +57,8 @@ if TYPE_CHECKING:
     from baton.coordination.queue import AdmissionQueue
     from baton.core.generation import StopRule
     from baton.core.workers import Grant
+    from gateway.caller import Caller
+    from gateway.classes import QueueClass, QueueClasses
     from gateway.progress import Progress
     from gateway.routing import Router
     from gateway.served_model import ServedModel
@@ -85,20 +86,20 @@ class SessionServices:
     router: Router
     workers: WorkerCalls
     tracer: Tracer
-    queue_timeout_s: float
-    long_prompt_tokens: int
+    classes: QueueClasses
 
 
 class Session:
     """One request, from validated input to its last event. `run` is called once."""
 
     def __init__(
-        self, services: SessionServices, request: GenerationRequest, progress: Progress, timeout_s: float
+        self, services: SessionServices, request: GenerationRequest, progress: Progress, caller: Caller
     ) -> None:
         self._services = services
         self._request = request
         self._progress = progress
-        self._timeout_s = timeout_s
+        self._tenant = caller.tenant
+        self._timeout_s = caller.timeout_s
         self._output = Output(
             services.tokenizer.new_detokenizer(),
             StopStringMatcher(request.stop_strings),
@@ -116,8 +117,8 @@ class Session:
         held here. Cancelling this ends the generation everywhere.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._serve(emit)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await self._serve(emit, limit)
         except TimeoutError as error:
             if not self._is_finished:
                 raise DeadlineExceededError(
@@ -126,16 +127,18 @@ class Session:
         except BaseExceptionGroup as group:
             raise _cause(group) from group
 
-    async def _serve(self, emit: Emit) -> None:
+    async def _serve(self, emit: Emit, limit: asyncio.Timeout) -> None:
         token_ids = await self._tokenize()
         stop = self._request.stop_rule(len(token_ids), self._services.model)
-        ticket = self._ticket(len(token_ids), stop)
+        queue_class = self._services.classes.classify(len(token_ids))
+        self._shorten(limit, queue_class)
+        ticket = self._ticket(queue_class.name, len(token_ids), stop)
         self._require_workers(ticket)
         self._describe(ticket)
         async with self._services.queue.admit(ticket) as place:
             self._progress.admitted(ticket.queue_class, ticket.prompt_tokens)
             await emit(self._accepted(ticket, place))
-            grant = await self._wait_for_workers(place)
+            grant = await self._wait_for_workers(place, queue_class.queue_timeout_s)
             attempt = Attempt(
                 attempt_id=ticket.attempt_id,
                 fingerprint=self._services.model.fingerprint,
@@ -167,13 +170,21 @@ class Session:
         self._prompt_tokens = len(token_ids)
         return token_ids
 
-    def _ticket(self, prompt_tokens: int, stop: StopRule) -> Ticket:
+    def _shorten(self, limit: asyncio.Timeout, queue_class: QueueClass) -> None:
+        """Lets the request live no longer than its class allows; the time counts from its arrival."""
+        if queue_class.request_timeout_s is not None and queue_class.request_timeout_s < self._timeout_s:
+            self._timeout_s = queue_class.request_timeout_s
+            limit.reschedule(asyncio.get_running_loop().time() + self._remaining_s())
+
+    def _ticket(self, queue_class: str, prompt_tokens: int, stop: StopRule) -> Ticket:
         return Ticket(
             attempt_id=new_attempt_id(),
             request_id=self._request.request_id or new_request_id(),
-            queue_class=classify(prompt_tokens, long_prompt_tokens=self._services.long_prompt_tokens),
+            queue_class=queue_class,
             prompt_tokens=prompt_tokens,
             max_tokens=stop.max_tokens,
+            tenant=self._tenant,
+            priority=self._request.priority,
         )
 
     def _require_workers(self, ticket: Ticket) -> None:
@@ -201,16 +212,16 @@ class Session:
             queue_position=place.position,
         )
 
-    async def _wait_for_workers(self, place: Place) -> Grant:
+    async def _wait_for_workers(self, place: Place, timeout_s: float) -> Grant:
         with self._phase("queue"):
             try:
-                async with asyncio.timeout(self._services.queue_timeout_s):
+                async with asyncio.timeout(timeout_s):
                     grant = await place.granted()
             except TimeoutError as error:
                 if not self._services.router.has_pair(self._services.queue.views):
                     raise _no_worker(self._services.model.name) from error
                 raise ResourceExhaustedError(
-                    f"no pair of workers had room within {self._services.queue_timeout_s:g} s",
+                    f"no pair of workers had room within {timeout_s:g} s",
                     reason="QUEUE_TIMEOUT",
                     retry_after_s=_QUEUE_RETRY_AFTER_S,
                 ) from error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from baton.core.settings import (
     ComponentSettings,
@@ -23,8 +23,11 @@ class GatewayServerSettings(ServerSettings):
 
 
 class QueueClassSettings(Section):
-    """How much of one class may wait, and its share of the workers."""
+    """One class of requests: which prompts wait in it, how much may wait, and its share of the workers."""
 
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="Longest prompt of the class, tokens; None: any that fits no smaller class"
+    )
     max_waiting: int = Field(default=256, ge=1, le=100_000, description="Most requests that wait, over all gateways")
     max_waiting_tokens: int = Field(
         default=262_144, ge=1, description="Most prompt tokens that wait, over all gateways, tokens"
@@ -35,29 +38,53 @@ class QueueClassSettings(Section):
     weight: float = Field(
         default=1.0, gt=0, le=1000, allow_inf_nan=False, description="Turns at free credit, relative to other classes"
     )
-
-
-class ChatClassSettings(QueueClassSettings):
-    """How much of class `chat` may wait, and its share of the workers."""
-
-    weight: float = Field(
-        default=4.0, gt=0, le=1000, allow_inf_nan=False, description="Turns at free credit, relative to other classes"
+    queue_timeout_s: float = Field(
+        default=30.0, gt=0, le=3600, allow_inf_nan=False, description="Longest wait for a pair of workers, seconds"
     )
+    request_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Longest life of a request of the class, seconds; None: limits.request_timeout_s",
+    )
+
+
+_DEFAULT_CLASSES: dict[str, dict[str, float]] = {"chat": {"max_prompt_tokens": 1023, "weight": 4.0}, "long": {}}
 
 
 class QueueSettings(Section):
     """The admission queue."""
 
-    timeout_s: float = Field(
-        default=30.0, gt=0, le=3600, allow_inf_nan=False, description="Longest wait for a pair of workers, seconds"
+    classes: dict[Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,32}$")], QueueClassSettings | None] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="Classes by name. chat (prompts below 1024 tokens, weight 4) and long (the others) are there unless"
+        " they are set to null; exactly one class has no max_prompt_tokens",
     )
-    long_prompt_tokens: int = Field(
-        default=1024,
-        ge=1,
-        description="Prompts from this length on wait in class `long`, shorter ones in `chat`, tokens",
-    )
-    chat: ChatClassSettings = Field(default_factory=ChatClassSettings)
-    long: QueueClassSettings = Field(default_factory=QueueClassSettings)
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _with_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        defaults = {name: values for name, values in _DEFAULT_CLASSES.items() if name not in given}
+        refined = {
+            name: _DEFAULT_CLASSES.get(name, {}) | values if isinstance(values, dict) else values
+            for name, values in given.items()
+        }
+        return defaults | refined
+
+    @field_validator("classes")
+    @classmethod
+    def _checked(cls, classes: dict[str, QueueClassSettings | None]) -> dict[str, QueueClassSettings]:
+        present = {name: settings for name, settings in classes.items() if settings is not None}
+        bounds = [settings.max_prompt_tokens for settings in present.values()]
+        if bounds.count(None) != 1:
+            raise ValueError("exactly one class must have no max_prompt_tokens")
+        if len(set(bounds)) < len(bounds):
+            raise ValueError("two classes have the same max_prompt_tokens")
+        return present
 
 
 class LimitSettings(Section):

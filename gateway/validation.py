@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_PRIORITY = 10
 ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -58,6 +59,7 @@ class GenerationRequest:
     """A request that is well formed. Only what depends on the prompt's length is still open: `StopRule`."""
 
     request_id: str
+    priority: int
     prompt: Prompt
     sampling: SamplingParams
     max_tokens: int | None
@@ -91,6 +93,7 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
         raise InvalidArgumentError("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
     return GenerationRequest(
         request_id=request.request_id,
+        priority=_priority(request.priority),
         prompt=_prompt(request, model),
         sampling=read_sampling(request.sampling, default_seed=new_seed, vocab_size=model.vocab_size),
         max_tokens=_max_tokens(request.stop),
@@ -98,6 +101,12 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
         stop_strings=_stop_strings(request.stop),
         stop_token_ids=_stop_token_ids(request.stop, model),
     )
+
+
+def _priority(priority: int) -> int:
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidArgumentError("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]; it is {priority}")
+    return priority
 
 
 def validate_tokenize(request: gateway_pb2.TokenizeRequest, model: ServedModel) -> TextPrompt | ChatPrompt:

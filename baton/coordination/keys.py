@@ -31,10 +31,12 @@ class Keys:
             f"{self._tag}:credit",  # hash: worker id with :blocks or :seqs -> what grants hold of it
             f"{self._tag}:tickets",  # hash: attempt id -> ticket as JSON, from admission to the end
             f"{self._tag}:requests",  # hash: request id -> its live attempt id
-            f"{self._tag}:queue",  # sorted set by name: class|order|attempt id of each waiting ticket
+            f"{self._tag}:queue",  # sorted set by name: class|tenant|priority|order|attempt id of each waiting ticket
             f"{self._tag}:grants",  # hash: attempt id -> grant as JSON
             f"{self._tag}:leases",  # sorted set: attempt id by end of its lease, ms
             f"{self._tag}:load",  # hash: sums, rates and turns of the classes
+            f"{self._tag}:seats",  # hash: class|tenant with waiting tickets -> its place in the class's turns
+            f"{self._tag}:turns",  # sorted set by name: class|seat|tenant, the order of the turns
         ]
 
     @property

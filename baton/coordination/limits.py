@@ -40,7 +40,7 @@ class QueueConfig:
 
     `gateway_id` is unique to the process. A ticket ends `lease_s` after its gateway's last renewal, one each `tick_s`;
     no call waits longer than `call_timeout_s`; a new or lost database grants nothing for `settle_s`, in which all
-    gateways put back what they run. Class names contain neither '|' nor '}'.
+    gateways put back what they run. Names of classes and tenants contain neither '|' nor '}'.
     """
 
     gateway_id: str

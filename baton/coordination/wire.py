@@ -82,6 +82,8 @@ def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, str | int]:
         "class": ticket.queue_class,
         "prompt_tokens": ticket.prompt_tokens,
         "max_tokens": ticket.max_tokens,
+        "tenant": ticket.tenant,
+        "priority": ticket.priority,
         "gateway": gateway_id,
     }
 
@@ -122,6 +124,8 @@ def _decode_head(row: Sequence[Any]) -> Head:
             queue_class=fields["class"],
             prompt_tokens=int(fields["prompt_tokens"]),
             max_tokens=int(fields["max_tokens"]),
+            tenant=fields["tenant"],
+            priority=int(fields["priority"]),
         ),
         num_prefills=num_prefills,
         turn=float(turn),

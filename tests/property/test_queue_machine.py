@@ -23,6 +23,8 @@ CREDIT, TICKETS, GRANTS, LEASES = KEYS.all[4], KEYS.all[5], KEYS.all[8], KEYS.al
 BLOCKS, SEQS, MAX_PREFILLS, MAX_WAITING = 30, 3, 2, 4
 WORKERS = ("p1", "p2", "d1", "d2")
 CLASSES = ("chat", "long")
+TENANTS = ("a", "ab", "b")
+PRIORITIES = (-10, 0, 3)
 LEASE_MS = 600_000
 
 
@@ -41,6 +43,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.count = 0
         self.waiting: dict[str, dict[str, Any]] = {}
         self.granted: dict[str, dict[str, Any]] = {}
+        self.turns: dict[str, list[str]] = {name: [] for name in CLASSES}
         for worker_id in WORKERS:
             self.beat(worker_id)
 
@@ -65,24 +68,59 @@ class QueueMachine(RuleBasedStateMachine):
     def end(self, attempts: list[str]) -> None:
         self.call("release", "all", *attempts)
         for attempt in attempts:
-            self.waiting.pop(attempt, None)
-            self.granted.pop(attempt, None)
+            self.forget(attempt)
 
-    @rule(queue_class=st.sampled_from(CLASSES), blocks=st.integers(1, 12), repeat=st.booleans())
-    def admit(self, queue_class: str, blocks: int, repeat: bool) -> None:
+    def forget(self, attempt: str) -> None:
+        """The ticket has left the queue, or ended."""
+        self.granted.pop(attempt, None)
+        if entry := self.waiting.pop(attempt, None):
+            name, tenant = entry["ticket"]["class"], entry["ticket"]["tenant"]
+            if not self.served_next(name, tenant):
+                self.turns[name].remove(tenant)
+
+    def served_next(self, queue_class: str, tenant: str) -> list[str]:
+        """The waiting tickets of one tenant, the next one first."""
+        mine = [
+            (-entry["ticket"]["priority"], index, attempt)
+            for index, (attempt, entry) in enumerate(self.waiting.items())
+            if (entry["ticket"]["class"], entry["ticket"]["tenant"]) == (queue_class, tenant)
+        ]
+        return [attempt for _, _, attempt in sorted(mine)]
+
+    def service_order(self, queue_class: str) -> list[str]:
+        """All waiting tickets of a class as they would be served if nobody came or left: a round of turns at a time."""
+        left = {tenant: self.served_next(queue_class, tenant) for tenant in self.turns[queue_class]}
+        order = []
+        while any(left.values()):
+            order += [tickets.pop(0) for tickets in left.values() if tickets]
+        return order
+
+    @rule(
+        queue_class=st.sampled_from(CLASSES),
+        blocks=st.integers(1, 12),
+        tenant=st.sampled_from(TENANTS),
+        priority=st.sampled_from(PRIORITIES),
+        repeat=st.booleans(),
+    )
+    def admit(self, queue_class: str, blocks: int, tenant: str, priority: int, repeat: bool) -> None:
         name = str(self.count)
         self.count += 1
-        wanted = ticket(name, queue_class=queue_class, prompt_tokens=blocks * 16)
+        wanted = ticket(name, queue_class=queue_class, prompt_tokens=blocks * 16, tenant=tenant, priority=priority)
         fields = encode_ticket(wanted, "g1")
-        ahead = sum(entry["ticket"]["class"] == queue_class for entry in self.waiting.values())
-        for _ in range(1 + repeat):
-            reply = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000)
-            if ahead >= MAX_WAITING:
-                assert reply[:3] == ["full", "requests", ahead]
-                return
-            assert reply[:2] == ["admitted", ahead]
+        num_waiting = len(self.service_order(queue_class))
+        reply = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000)
+        if num_waiting >= MAX_WAITING:
+            assert reply[:3] == ["full", "requests", num_waiting]
+            return
         restored = {"attempt_id": f"a-{name}", "ticket": fields | {"order": int(reply[2]), "since": int(reply[3])}}
         self.waiting[f"a-{name}"] = restored
+        if tenant not in self.turns[queue_class]:
+            self.turns[queue_class].append(tenant)
+        ahead = self.service_order(queue_class).index(f"a-{name}")
+        assert reply[:2] == ["admitted", ahead]
+        if repeat:
+            again = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000)
+            assert again[:4] == ["admitted", ahead, *reply[2:4]]
         twin = json.dumps(fields)
         assert self.call("admit", f"twin-{name}", twin, LEASE_MS, MAX_WAITING, 100_000) == ["exists"]
 
@@ -94,7 +132,7 @@ class QueueMachine(RuleBasedStateMachine):
         entry = self.waiting[attempt]
         queue_class, blocks = entry["ticket"]["class"], entry["ticket"]["prompt_tokens"] // 16
         args = (attempt, prefill, decode, blocks, blocks, MAX_PREFILLS, 1.0, 0, "g1", KEYS.gateway_channel(""))
-        first = next(name for name, other in self.waiting.items() if other["ticket"]["class"] == queue_class)
+        first = self.service_order(queue_class)[0]
         prefills = sum(g["prefill"]["held"] and g["class"] == queue_class for g in self.grants())
         fits = all(self.held(w)[0] + blocks <= BLOCKS and self.held(w)[1] < SEQS for w in (prefill, decode))
         expected = "stale" if first != attempt else "prefills" if prefills >= MAX_PREFILLS else "credit"
@@ -104,7 +142,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert status == expected
         if status == "granted":
             assert self.call("grant", *args)[0] == "granted"  # a repeated command charges once
-            del self.waiting[attempt]
+            self.forget(attempt)
+            if (tenant := entry["ticket"]["tenant"]) in self.turns[queue_class]:  # to the end of the round
+                self.turns[queue_class].remove(tenant)
+                self.turns[queue_class].append(tenant)
             self.granted[attempt] = entry | {
                 "grant": {
                     "class": queue_class,
@@ -114,8 +155,8 @@ class QueueMachine(RuleBasedStateMachine):
                 }
             }
         snapshot = decode_snapshot(rest)
-        heads = [head.ticket.queue_class for head in snapshot.heads] if snapshot else []
-        assert sorted(heads) == sorted({entry["ticket"]["class"] for entry in self.waiting.values()})
+        heads = [head.ticket.attempt_id for head in snapshot.heads] if snapshot else []
+        assert heads == [self.service_order(name)[0] for name in CLASSES if self.turns[name]]
 
     @rule(data=st.data())
     @precondition(lambda self: self.granted)
@@ -138,8 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(self.connection.commands.hdel(KEYS.all[10], "hold"))
         self.do(self.connection.commands.zadd(LEASES, {attempt: 1}))
         self.call("renew", LEASE_MS)
-        self.waiting.pop(attempt, None)
-        self.granted.pop(attempt, None)
+        self.forget(attempt)
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def restart_a_worker(self, worker_id: str) -> None:
@@ -163,6 +203,12 @@ class QueueMachine(RuleBasedStateMachine):
             self.call("restore", LEASE_MS, json.dumps(list(everything.values())))
         for worker_id in WORKERS:
             self.beat(worker_id)
+        for name in CLASSES:  # who has waited longest is first
+            oldest = {
+                tenant: min(self.waiting[attempt]["ticket"]["order"] for attempt in self.served_next(name, tenant))
+                for tenant in self.turns[name]
+            }
+            self.turns[name].sort(key=lambda tenant: (oldest[tenant], tenant))  # noqa: B023
 
     def side(self, worker_id: str, blocks: int) -> dict[str, Any]:
         incarnation = f"i{self.incarnations[worker_id]}"

@@ -9,10 +9,7 @@ local class = ticket.class
 epoch()
 
 local function admitted(known)
-  local ahead = redis.call('ZLEXCOUNT', QUEUE, '[' .. class .. '|', '(' .. queue_member(known, attempt))
-  if redis.call('HEXISTS', GRANTS, attempt) == 1 then
-    ahead = 0
-  end
+  local ahead = redis.call('HEXISTS', GRANTS, attempt) == 1 and 0 or num_ahead(known, attempt)
   return {'admitted', ahead, int(known.order), int(known.since), ahead == 0 and snapshot() or {}}
 end
 
@@ -40,13 +37,10 @@ if why then
   return {'full', why, waiting, math.floor(math.min(math.max(interval * leaving, 100), 30000))}
 end
 
-local last = redis.call('ZREVRANGEBYLEX', QUEUE, '(' .. class .. '}', '[' .. class .. '|', 'LIMIT', 0, 1)[1]
-local after = last and tonumber(string.match(last, '^[^|]*|(%d+)|')) + 1 or 0
-ticket.order = math.max(now, after)
+ticket.order = number_after(QUEUE, string.format('%s|%s|%02.0f', class, ticket.tenant, HIGHEST_PRIORITY - ticket.priority))
 ticket.since = now
 redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
 redis.call('HSET', REQUESTS, ticket.request_id, attempt)
 redis.call('ZADD', LEASES, int(now + lease_ms), attempt)
-redis.call('ZADD', QUEUE, 0, queue_member(ticket, attempt))
-add(LOAD, 'tokens:' .. class, ticket.prompt_tokens)
+enqueue(ticket, attempt)
 return admitted(ticket)

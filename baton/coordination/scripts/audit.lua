@@ -32,7 +32,8 @@ local function compare(key, is_sum)
 end
 
 local tickets, grants = entries(TICKETS), entries(GRANTS)
-local num_queued, num_tickets = 0, 0
+local num_queued, num_tickets, num_seats = 0, 0, 0
+local seats, is_seated = entries(SEATS), {}
 for attempt, raw in pairs(tickets) do
   local ticket = cjson.decode(raw)
   num_tickets = num_tickets + 1
@@ -43,6 +44,13 @@ for attempt, raw in pairs(tickets) do
   if is_queued then
     num_queued = num_queued + 1
     expect(LOAD, 'tokens:' .. ticket.class, ticket.prompt_tokens)
+    local name = ticket.class .. '|' .. ticket.tenant
+    local turn = seats[name] and turn_member(ticket.class, tonumber(seats[name]), ticket.tenant)
+    if not turn or not redis.call('ZSCORE', TURNS, turn) then
+      fault('tenant', name, 'waits and has no turn')
+    elseif not is_seated[name] then
+      is_seated[name], num_seats = true, num_seats + 1
+    end
   end
   if not redis.call('ZSCORE', LEASES, attempt) then
     fault('ticket', attempt, 'has no lease')
@@ -70,6 +78,9 @@ for request_id, attempt in pairs(entries(REQUESTS)) do
 end
 if redis.call('ZCARD', QUEUE) ~= num_queued then
   fault('the queue holds members without a ticket')
+end
+if redis.call('HLEN', SEATS) ~= num_seats or redis.call('ZCARD', TURNS) ~= num_seats then
+  fault('there are turns of tenants who do not wait')
 end
 if redis.call('ZCARD', LEASES) ~= num_tickets then
   fault('there are leases without a ticket')

@@ -1,11 +1,14 @@
 -- Shared by all scripts. Every number of time is in ms by Redis' own clock.
 local EPOCH, WORKERS, BEATS, RETIRED, CREDIT = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local TICKETS, REQUESTS, QUEUE, GRANTS, LEASES, LOAD = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local SEATS, TURNS = KEYS[12], KEYS[13]
 
 local WORKER_TTL_MS = 2500 -- a worker without a heartbeat for so long gets nothing new
 local WORKER_FORGET_MS = 60000 -- and after this its record goes
 local RETIRED_MS = 600000
 local SWEEP = 100 -- leases that one call ends at most
+local MOST_TENANTS = 1000 -- whose queues are looked at to tell a position exactly
+local HIGHEST_PRIORITY = 10
 local SWEEP_GAP_MS = 2000 -- gateways sweep more often than this, unless Redis or all of them stood still
 
 local clock = redis.call('TIME')
@@ -103,22 +106,113 @@ local function free_other_incarnations(worker_id, incarnation)
   end
 end
 
--- The queue holds 'class|order|attempt'. '}' is the character after '|', so it ends a class's range.
+-- The queue holds 'class|tenant|rank of the priority|order|attempt': a tenant's tickets stand together, in the order
+-- in which they are served. '}' is the character after '|', so it ends the range of what comes before it.
 local function queue_member(ticket, attempt)
-  return ticket.class .. '|' .. string.format('%016.0f', ticket.order) .. '|' .. attempt
+  return string.format('%s|%s|%02.0f|%016.0f|%s',
+    ticket.class, ticket.tenant, HIGHEST_PRIORITY - ticket.priority, ticket.order, attempt)
 end
 
 local function num_waiting(class)
   return redis.call('ZLEXCOUNT', QUEUE, '[' .. class .. '|', '(' .. class .. '}')
 end
 
+-- The first and the last member of a set whose names begin with 'prefix|'.
+local function first_of(key, prefix)
+  return redis.call('ZRANGEBYLEX', key, '[' .. prefix .. '|', '(' .. prefix .. '}', 'LIMIT', 0, 1)[1]
+end
+
+local function last_of(key, prefix)
+  return redis.call('ZREVRANGEBYLEX', key, '(' .. prefix .. '}', '[' .. prefix .. '|', 'LIMIT', 0, 1)[1]
+end
+
+-- A number that is greater than the one that follows 'prefix|' in the last member.
+local function number_after(key, prefix)
+  local last = last_of(key, prefix)
+  return last and math.max(now, tonumber(string.match(string.sub(last, #prefix + 2), '^%d+')) + 1) or now
+end
+
+-- Tenants with waiting tickets take turns in the order of their seats; whoever was served, and whoever comes, takes
+-- the last one. So between two turns of a tenant every other one has at most one.
+local function turn_member(class, seat, tenant)
+  return string.format('%s|%016.0f|%s', class, seat, tenant)
+end
+
+local function stand_up(class, tenant)
+  local seat = redis.call('HGET', SEATS, class .. '|' .. tenant)
+  if seat then
+    redis.call('HDEL', SEATS, class .. '|' .. tenant)
+    redis.call('ZREM', TURNS, turn_member(class, tonumber(seat), tenant))
+  end
+end
+
+local function sit_down(class, tenant, seat)
+  redis.call('HSET', SEATS, class .. '|' .. tenant, int(seat))
+  redis.call('ZADD', TURNS, 0, turn_member(class, seat, tenant))
+end
+
+-- Puts a ticket in its place. One that comes back after a loss brings its tenant's turn with it.
+local function enqueue(ticket, attempt, comes_back)
+  local class, tenant = ticket.class, ticket.tenant
+  redis.call('ZADD', QUEUE, 0, queue_member(ticket, attempt))
+  add(LOAD, 'tokens:' .. class, ticket.prompt_tokens)
+  local seat = redis.call('HGET', SEATS, class .. '|' .. tenant)
+  if not seat then
+    sit_down(class, tenant, comes_back and ticket.order or number_after(TURNS, class))
+  elseif comes_back and ticket.order < tonumber(seat) then
+    stand_up(class, tenant)
+    sit_down(class, tenant, ticket.order)
+  end
+end
+
 -- Takes a ticket out of the queue; whether it was there.
 local function dequeue(ticket, attempt)
-  if redis.call('ZREM', QUEUE, queue_member(ticket, attempt)) == 1 then
-    add(LOAD, 'tokens:' .. ticket.class, -ticket.prompt_tokens)
-    return true
+  if redis.call('ZREM', QUEUE, queue_member(ticket, attempt)) == 0 then
+    return false
   end
-  return false
+  add(LOAD, 'tokens:' .. ticket.class, -ticket.prompt_tokens)
+  if not first_of(QUEUE, ticket.class .. '|' .. ticket.tenant) then
+    stand_up(ticket.class, ticket.tenant)
+  end
+  return true
+end
+
+-- Ends the turn of a tenant that was served.
+local function end_turn(class, tenant)
+  if redis.call('HEXISTS', SEATS, class .. '|' .. tenant) == 1 then
+    stand_up(class, tenant)
+    sit_down(class, tenant, number_after(TURNS, class))
+  end
+end
+
+-- The member of the queue that its class serves next.
+local function head_member(turn)
+  local class, tenant = string.match(turn, '^([^|]*)|%d+|(.*)$')
+  return first_of(QUEUE, class .. '|' .. tenant), class
+end
+
+-- How many tickets are served before a waiting one if nobody comes or leaves. With more than MOST_TENANTS it is an
+-- upper bound.
+local function num_ahead(ticket, attempt)
+  local class, own = ticket.class, ticket.tenant
+  local mine = class .. '|' .. own
+  local before = redis.call('ZLEXCOUNT', QUEUE, '[' .. mine .. '|', '(' .. queue_member(ticket, attempt))
+  local ahead, turns = before, before + 1
+  local seated = redis.call('ZRANGEBYLEX', TURNS, '[' .. class .. '|', '(' .. class .. '}', 'LIMIT', 0, MOST_TENANTS)
+  for _, turn in ipairs(seated) do
+    local tenant = string.match(turn, '^[^|]*|%d+|(.*)$')
+    if tenant == own then
+      turns = before -- who sits behind has one turn less
+    elseif turns > 0 then
+      local theirs = class .. '|' .. tenant
+      ahead = ahead + math.min(turns, redis.call('ZLEXCOUNT', QUEUE, '[' .. theirs .. '|', '(' .. theirs .. '}'))
+    end
+  end
+  if #seated == MOST_TENANTS then
+    local unseen = redis.call('ZLEXCOUNT', TURNS, '[' .. class .. '|', '(' .. class .. '}') - MOST_TENANTS
+    ahead = math.min(ahead + unseen * turns, num_waiting(class) - 1)
+  end
+  return ahead
 end
 
 -- Ends a ticket whatever its state; whether there was one. Every ticket ends here and only once.
@@ -162,17 +256,18 @@ local function sweep()
   end
 end
 
--- The first waiting ticket of each class: {attempt, ticket, prefills of the class now, its place in the turns} each.
+-- The ticket that each class serves next: {attempt, ticket, prefills of the class now, its place in the turns} each.
 local function heads()
   local rows = {}
   local clock_of_turns = number(redis.call('HGET', LOAD, 'turn'))
   local from = '-'
   while true do
-    local member = redis.call('ZRANGEBYLEX', QUEUE, from, '+', 'LIMIT', 0, 1)[1]
-    if not member then
+    local seated = redis.call('ZRANGEBYLEX', TURNS, from, '+', 'LIMIT', 0, 1)[1]
+    if not seated then
       return rows
     end
-    local class, attempt = string.match(member, '^([^|]*)|%d+|(.*)$')
+    local member, class = head_member(seated)
+    local attempt = string.match(member, '^[^|]*|[^|]*|%d+|%d+|(.*)$')
     local load = redis.call('HMGET', LOAD, 'prefills:' .. class, 'turn:' .. class)
     local turn = math.max(clock_of_turns, number(load[2]))
     rows[#rows + 1] = {attempt, redis.call('HGET', TICKETS, attempt), number(load[1]), string.format('%.6f', turn)}

@@ -23,9 +23,8 @@ if earlier then
   return {message and 'granted' or 'stale', snapshot_if_waiting(), message}
 end
 local class = ticket.class
-local member = queue_member(ticket, attempt)
-local range = {'[' .. class .. '|', '(' .. class .. '}'}
-if redis.call('ZRANGEBYLEX', QUEUE, range[1], range[2], 'LIMIT', 0, 1)[1] ~= member then
+local seated = first_of(TURNS, class)
+if not seated or head_member(seated) ~= queue_member(ticket, attempt) then
   return {'stale', snapshot_if_waiting()}
 end
 if max_prefills >= 0 and number(redis.call('HGET', LOAD, 'prefills:' .. class)) >= max_prefills then
@@ -52,6 +51,7 @@ if not prefill or not decode then
 end
 
 dequeue(ticket, attempt)
+end_turn(class, ticket.tenant)
 charge(prefill)
 charge(decode)
 add(LOAD, 'prefills:' .. class, 1)

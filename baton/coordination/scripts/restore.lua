@@ -29,8 +29,7 @@ for _, entry in ipairs(cjson.decode(ARGV[2])) do
       end
       redis.call('HSET', GRANTS, attempt, cjson.encode(grant))
     else
-      redis.call('ZADD', QUEUE, 0, queue_member(ticket, attempt))
-      add(LOAD, 'tokens:' .. ticket.class, ticket.prompt_tokens)
+      enqueue(ticket, attempt, true)
     end
   end
 end

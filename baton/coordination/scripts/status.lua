@@ -2,12 +2,17 @@
 local rows = {}
 for i, class in ipairs(ARGV) do
   local load = redis.call('HMGET', LOAD, 'tokens:' .. class, 'prefills:' .. class)
-  local member = redis.call('ZRANGEBYLEX', QUEUE, '[' .. class .. '|', '(' .. class .. '}', 'LIMIT', 0, 1)[1]
-  local oldest_ms = 0
-  if member then
-    local attempt = string.match(member, '^[^|]*|%d+|(.*)$')
-    oldest_ms = math.max(0, now - cjson.decode(redis.call('HGET', TICKETS, attempt)).since)
+  local oldest, from = now, '[' .. class .. '|'
+  -- The first of each tenant and priority is the oldest of them.
+  for _ = 1, MOST_TENANTS do
+    local member = redis.call('ZRANGEBYLEX', QUEUE, from, '(' .. class .. '}', 'LIMIT', 0, 1)[1]
+    if not member then
+      break
+    end
+    local group, order = string.match(member, '^([^|]*|[^|]*|%d+)|(%d+)|')
+    oldest = math.min(oldest, tonumber(order))
+    from = '(' .. group .. '}'
   end
-  rows[i] = {num_waiting(class), number(load[1]), number(load[2]), oldest_ms}
+  rows[i] = {num_waiting(class), number(load[1]), number(load[2]), now - oldest}
 end
 return rows

@@ -131,6 +131,62 @@ async def test_classes_take_turns_by_weight(stage: Stage):
         await stage.assert_idle(queue)
 
 
+async def test_a_tenant_with_a_thousand_requests_delays_another_by_one_turn(stage: Stage):
+    classes = {"chat": ClassLimits(max_waiting=2000, max_waiting_tokens=10**6)}
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    order: list[str] = []
+    async with stage.gateway(classes=classes) as queue, queue.admit(ticket("hold", tenant="flood")) as hold:
+        await hold.granted()
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+            for i in range(1000):
+                await stack.enter_async_context(queue.admit(ticket(f"f{i}", tenant="flood")))
+
+            async def serve(tenant: str, index: int) -> None:
+                async with queue.admit(ticket(f"{tenant}{index}", tenant=tenant)) as place:
+                    # Of each tenant that waits, one request for each of one's own.
+                    assert place.position == (2 * index + 1 if tenant == "calm" else 3 * index + 2)
+                    await place.granted()
+                    order.append(f"{tenant}{index}")
+
+            for tenant in ("calm", "quiet"):
+                for index in range(3):
+                    task = tasks.create_task(serve(tenant, index))
+                    await stage.eventually(lambda t=tenant, i=index: waiting_is(queue, 1001 + i + 3 * (t == "quiet")))
+                    assert not task.done()
+            await hold.__aexit__(None, None, None)
+            for _ in range(4):  # the flood's own turns
+                await stage.eventually(lambda: bool(granted_of(queue)))
+                await granted_of(queue)[0].__aexit__(None, None, None)
+        assert order == ["calm0", "quiet0", "calm1", "quiet1", "calm2", "quiet2"]
+        await stage.assert_idle(queue)
+
+
+def granted_of(queue, tenant: str = "flood") -> list:
+    return [p for p in queue._upkeep.places.values() if p.ticket.tenant == tenant and not p.is_waiting]
+
+
+async def test_priority_orders_the_requests_of_one_tenant_only(stage: Stage):
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    order: list[str] = []
+    async with stage.gateway() as queue, queue.admit(ticket("hold")) as hold:
+        await hold.granted()
+
+        async def serve(name: str, **fields) -> None:
+            async with queue.admit(ticket(name, **fields)) as place:
+                await place.granted()
+                order.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for i, (name, tenant, priority) in enumerate(
+                [("low", "a", -10), ("mid", "a", 0), ("other", "b", -10), ("high", "a", 10), ("mid2", "a", 0)]
+            ):
+                tasks.create_task(serve(name, tenant=tenant, priority=priority))
+                await stage.eventually(lambda i=i: waiting_is(queue, i + 1))
+            await hold.__aexit__(None, None, None)
+        assert order == ["high", "other", "mid", "mid2", "low"]
+        await stage.assert_idle(queue)
+
+
 async def test_full_is_refused_with_a_time(stage: Stage):
     async with stage.gateway() as queue, AsyncExitStack() as stack:
         for i in range(4):

@@ -32,6 +32,7 @@ from baton.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from gateway.classes import QueueClass, QueueClasses
 from gateway.fleet import Fleet
 from gateway.routing import Router
 from gateway.service import GatewayServicer, RequestSettings
@@ -40,7 +41,7 @@ from gateway.tokenization import TokenizerPool
 from gateway.worker_calls import WorkerCalls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from opentelemetry.trace import Tracer
     from prometheus_client import CollectorRegistry
@@ -52,6 +53,7 @@ CLASSES = {
     "chat": ClassLimits(max_waiting=8, max_waiting_tokens=4000),
     "long": ClassLimits(max_waiting=2, max_waiting_tokens=16_000),
 }
+BOUNDS = {"chat": 1023, "long": None}
 SERVER = ServerSettings()
 
 
@@ -256,6 +258,7 @@ class Options:
 
     queue_timeout_s: float = 5.0
     request_timeout_s: float = 20.0
+    class_timeout_s: Mapping[str, float] = field(default_factory=dict)
     max_pending_texts: int = 16
     tracer: Tracer = field(default_factory=lambda: NoOpTracerProvider().get_tracer("test"))
 
@@ -316,8 +319,16 @@ def gateway_server(parts: Deployment, channels: ChannelPool, options: Options) -
         router=parts.router,
         workers=WorkerCalls(channels),
         tracer=options.tracer,
-        queue_timeout_s=options.queue_timeout_s,
-        long_prompt_tokens=1024,
+        classes=QueueClasses(
+            QueueClass(
+                name=name,
+                max_prompt_tokens=BOUNDS[name],
+                limits=limits,
+                queue_timeout_s=options.queue_timeout_s,
+                request_timeout_s=options.class_timeout_s.get(name),
+            )
+            for name, limits in CLASSES.items()
+        ),
     )
     requests = RequestSettings(
         clock=SystemClock(),

@@ -398,6 +398,16 @@ async def test_a_wait_in_the_queue_has_an_end(
         await deployment.assert_idle()
 
 
+async def test_a_class_bounds_the_life_of_its_requests(
+    redis_server: EmbeddedRedis, model: ServedModel, tokenizer: Tokenizer
+) -> None:
+    options = Options(class_timeout_s={"chat": 0.4})
+    async with deployed(redis_server.url, model, tokenizer, options) as deployment:
+        stalling(deployment, "prefill")
+        assert await failure_of(deployment.stub.Generate(PROMPT)) == (CODES.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+        await deployment.assert_idle()
+
+
 async def test_a_request_that_no_worker_could_ever_hold_does_not_block_its_class(deployment: Deployment) -> None:
     deployment.records[1] = dataclasses.replace(deployment.records[1], num_blocks=4, incarnation="life2")
     await deployment.announce()

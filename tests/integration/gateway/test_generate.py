@@ -335,3 +335,48 @@ async def test_a_misfit_worker_gets_nothing_and_stays_visible(
     assert {worker.worker_id for worker in status.workers} == {"p1", "d1", "a-misfit", "a-leaver"}
     warnings = [record for record in caplog.records if "another model" in record.message]
     assert [record.worker_id for record in warnings] == ["a-misfit"]
+
+
+async def test_tenants_take_turns_and_priority_orders_a_tenants_own(deployment: Deployment) -> None:
+    gate, started = asyncio.Event(), []
+
+    async def held(request: Any, context: Any) -> Any:
+        started.append(request.token_ids[0])
+        await gate.wait()
+        async for response in deployment.prefill.usual(request, context):
+            yield response
+
+    deployment.script.prefill = held
+
+    def send(first_token: int, tenant: str, priority: int = 0) -> Any:
+        request = gateway_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=[first_token]),
+            stop=common_pb2.StopConditions(max_tokens=1),
+            priority=priority,
+        )
+        return deployment.stub.Generate(request, metadata=(("x-baton-tenant", tenant),))
+
+    running = [send(100, "flood") for _ in range(4)]
+    await eventually(lambda: len(started) == 4)
+    waiting = [send(1, "flood"), send(2, "flood"), send(3, "flood", 5), send(4, "calm"), send(5, "calm", 1)]
+    positions = [(await call.read()).accepted.queue_position for call in waiting]
+    # Those that were there first: each sees what was there when it came.
+    assert positions == [0, 1, 0, 1, 1]
+    gate.set()
+    for call in running + waiting:
+        await events_of(call)
+    assert started[4:] == [3, 5, 1, 4, 2]
+
+
+@pytest.mark.parametrize("priority", [11, -11])
+async def test_a_priority_out_of_range_is_refused(deployment: Deployment, priority: int) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.stub.Complete(gateway_pb2.GenerateRequest(text="x", priority=priority))
+    assert (caught.value.code(), from_call(caught.value).field) == (grpc.StatusCode.INVALID_ARGUMENT, "priority")
+
+
+async def test_a_tenant_that_is_no_name_is_refused(deployment: Deployment) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.stub.Complete(gateway_pb2.GenerateRequest(text="x"), metadata=(("x-baton-tenant", "a|b"),))
+    error = from_call(caught.value)
+    assert (caught.value.code(), error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "x-baton-tenant")

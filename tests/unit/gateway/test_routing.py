@@ -7,7 +7,6 @@ import pytest
 
 from baton.core.model import ModelFingerprint
 from baton.core.workers import Route, Ticket, WorkerRecord, WorkerRole, WorkerState, WorkerView
-from gateway.classes import classify
 from gateway.routing import Router
 
 OURS = ModelFingerprint(model="m", weights="w", tokenizer="t", dtype="")
@@ -109,12 +108,3 @@ def test_most_output_tokens_is_what_an_idle_pair_could_hold() -> None:
     assert ROUTER.most_output_tokens(60, [view("p1", num_blocks=3), view("d1")]) == 0
     assert ROUTER.most_output_tokens(60, [view("p1"), view("d1", max_context_tokens=64)]) == 4
     assert ROUTER.most_output_tokens(1, []) == 0
-
-
-def test_classes() -> None:
-    assert [classify(tokens, long_prompt_tokens=1024) for tokens in (1, 1023, 1024, 8000)] == [
-        "chat",
-        "chat",
-        "long",
-        "long",
-    ]
