@@ -12,11 +12,11 @@ PROTOS := $(wildcard protos/baton/v1/*.proto)
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--python_out="$(1)" --grpc_python_out="$(1)" --mypy_out="$(1)" --mypy_grpc_out="$(1)" $(PROTOS)
 
-.PHONY: help setup model run test check proto clean
+.PHONY: help setup model run test check proto clean peers bench-engine bench-peers bench-isolation
 
 help: ## show this
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name what; do \
-		printf '%-8s %s\n' "make $$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name what; do \
+		printf '%-20s %s\n' "make $$name" "$$what"; done
 
 setup: $(STAMP) ## make the virtual environment .venv with pinned dependencies
 
@@ -52,6 +52,22 @@ check: $(STAMP) ## lint, format, types, import rules, protos, generated code
 
 proto: $(STAMP) ## generate baton/v1 from protos/
 	$(call generate,.)
+
+peers: $(STAMP) ## make the environments of the servers that Baton is compared with
+	$(BIN)/python -m benchmarks.peers.environments
+
+# A peer that cannot be installed or does not run is reported in the figures, so it does not stop them. BENCH=--quick is shorter.
+bench-engine: model ## measure the engine alone against peers and the machine's limits
+	-@$(BIN)/python -m benchmarks.peers.environments
+	$(BIN)/python -m benchmarks.engine $(BENCH)
+
+bench-peers: model ## measure the whole system against peers
+	-@$(BIN)/python -m benchmarks.peers.environments
+	$(BIN)/python -m benchmarks.whole_system $(BENCH)
+
+bench-isolation: model ## measure what one long prompt does to the chats beside it
+	-@$(BIN)/python -m benchmarks.peers.environments vllm
+	$(BIN)/python -m benchmarks.isolation $(BENCH)
 
 clean: ## remove everything that was made here: environment, model, caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

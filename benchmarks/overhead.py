@@ -1,0 +1,102 @@
+"""What a step costs outside the model's kernels, and how that grows."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from baton.core.generation import SamplingParams, StopRule
+from baton.engine.block_pool import BlockPool
+from benchmarks.engine_under_test import BLOCK_SIZE, BatonEngine
+from benchmarks.limits import in_turn
+from benchmarks.random_model import save_random_llama
+from benchmarks.report import Figure
+from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+
+BATCHES = (1, 4, 16, 64)
+POOL_SIZES = (1, 4, 16)
+CONTEXT_TOKENS = 128
+SMALLEST_POOL_BLOCKS = 1024
+LIMIT_S = 0.001
+
+
+def overhead_figures(rounds: int) -> list[Figure]:
+    """The scheduler without an executor; the executor's own Python on a model of one tiny layer; growth of both."""
+    loops = [_DecodeLoop(size, SMALLEST_POOL_BLOCKS) for size in BATCHES]
+    pools = [_DecodeLoop(16, SMALLEST_POOL_BLOCKS * factor) for factor in POOL_SIZES]
+    timed = in_turn([loop.turn for loop in loops + pools], rounds)
+    figures = [
+        Figure(
+            name=f"scheduler_batch_{size}",
+            value=times.best_s,
+            unit="s",
+            n=times.n,
+            limit=LIMIT_S,
+            note="plan and commit of a decode step; limit: 1 ms",
+        )
+        for size, times in zip(BATCHES, timed[: len(BATCHES)], strict=True)
+    ]
+    figures.append(_growth("growth_of_scheduler_batch_1_to_64", timed[0].best_s, timed[len(BATCHES) - 1].best_s, 64))
+    by_pool = timed[len(BATCHES) :]
+    figures.append(_growth("growth_of_scheduler_pool_1x_to_16x", by_pool[0].best_s, by_pool[-1].best_s, 1))
+    return figures + _executor_figures(rounds)
+
+
+def _executor_figures(rounds: int) -> list[Figure]:
+    folder = Path(tempfile.mkdtemp(prefix="baton-bench-"))
+    try:
+        save_random_llama(folder, num_positions=1024, hidden_size=64, num_layers=1, vocab_size=256)
+        engines = [BatonEngine(folder, "float32", SMALLEST_POOL_BLOCKS * factor) for factor in POOL_SIZES]
+    finally:
+        shutil.rmtree(folder)
+    smallest = engines[0]
+    works = [lambda size=size: smallest.decode_step(size, CONTEXT_TOKENS) for size in BATCHES]
+    works += [lambda engine=engine: engine.decode_step(16, CONTEXT_TOKENS) for engine in engines]
+    timed = in_turn(works, rounds)
+    figures = [
+        Figure(
+            name=f"executor_batch_{size}",
+            value=times.best_s,
+            unit="s",
+            n=times.n,
+            limit=LIMIT_S,
+            note="one decode step of a model of one tiny layer; limit: 1 ms",
+        )
+        for size, times in zip(BATCHES, timed[: len(BATCHES)], strict=True)
+    ]
+    figures.append(_growth("growth_of_executor_batch_1_to_64", timed[0].best_s, timed[len(BATCHES) - 1].best_s, 64))
+    by_pool = timed[len(BATCHES) :]
+    figures.append(_growth("growth_of_executor_pool_1x_to_16x", by_pool[0].best_s, by_pool[-1].best_s, 1))
+    return figures
+
+
+def _growth(name: str, small_s: float, large_s: float, most: int) -> Figure:
+    """How many times longer the large case takes; the work grows `most` times."""
+    return Figure(name=name, value=large_s / small_s, unit="x", n=1, limit=float(most), note="limit: as the work grows")
+
+
+class _DecodeLoop:
+    """A decode scheduler with `num_seqs` running sequences that never end."""
+
+    def __init__(self, num_seqs: int, num_blocks: int) -> None:
+        self._scheduler = DecodeScheduler(BlockPool(num_blocks, BLOCK_SIZE), num_seqs)
+        for index in range(num_seqs):
+            self._scheduler.add(
+                DecodeSequence(
+                    attempt_id=f"attempt-{index}",
+                    num_prompt_tokens=CONTEXT_TOKENS,
+                    last_token_id=0,
+                    sampling=SamplingParams(temperature=0.0),
+                    # The scheduler reserves for all of it, so each gets an equal part of the smallest pool.
+                    stop=StopRule(max_tokens=CONTEXT_TOKENS, stop_token_ids=frozenset()),
+                )
+            )
+        for sequence in self._scheduler.take_in():
+            self._scheduler.end_copy(sequence.attempt_id, join=True)
+        assert self._scheduler.num_running == num_seqs
+
+    def turn(self) -> None:
+        """One step without computing anything."""
+        plan = self._scheduler.plan()
+        self._scheduler.commit(plan, [1] * len(plan.slices))
