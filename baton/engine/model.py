@@ -25,7 +25,7 @@ class DecoderModel:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self.config = config
-        self._weights = weights
+        self.weights = weights
         self._device = weights.embeddings.device
         self._dtype = weights.embeddings.dtype
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
@@ -46,10 +46,8 @@ class DecoderModel:
                 window: AttentionPlan.build(plan, pool, window=window, dtype=dtype)
                 for window in set(self.config.sliding_windows)
             }
-            hidden = embedding(token_ids, self._weights.embeddings)
-            for index, (layer, window) in enumerate(
-                zip(self._weights.layers, self.config.sliding_windows, strict=True)
-            ):
+            hidden = embedding(token_ids, self.weights.embeddings)
+            for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
                 normed = self._norm(hidden, layer.input_norm)
                 queries, keys_values = self._project(layer, normed, rotary)
                 _write(pool, pool_rows, index, keys_values)
@@ -101,7 +99,7 @@ class DecoderModel:
         if not rows:
             return torch.empty(0, self.config.vocab_size, device=self._device)
         last = hidden if len(rows) == end else hidden[torch.tensor(rows, device=self._device)]
-        return self._weights.head(self._norm(last, self._weights.final_norm)).to(torch.float32)
+        return self.weights.head(self._norm(last, self.weights.final_norm)).to(torch.float32)
 
 
 def _flat_positions(plan: BatchPlan, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from baton.engine.kv_pool import torch_dtype
 from baton.engine.logits import apply_rules
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
+from baton.engine.native.decoder import NativeDecoder
 from baton.engine.sampler import sample
 from baton.engine.weights import DecoderWeights
 
@@ -24,10 +25,14 @@ if TYPE_CHECKING:
 
 
 class TorchExecutor:
-    """Runs steps of a decoder over a pool. Implements `Executor`; used from one thread, keeps no sequence state."""
+    """Runs steps of a decoder over a pool. Implements `Executor`; used from one thread, keeps no sequence state.
 
-    def __init__(self, model: DecoderModel, pool: KVPool) -> None:
+    With a `decoder`, slices of one token go to it, and only longer ones to PyTorch.
+    """
+
+    def __init__(self, model: DecoderModel, pool: KVPool, decoder: NativeDecoder | None = None) -> None:
         self._model = model
+        self._decoder = decoder
         self._pool = pool
         self.layout: KVLayout = pool.layout
         self.num_blocks = pool.num_blocks
@@ -47,7 +52,8 @@ class TorchExecutor:
         if pool.device.type != torch.device(device).type:
             raise StartupError(f"device: the model is to run on {device}, its KV blocks are on {pool.device}")
         weights = DecoderWeights.from_folder(path, config, dtype=torch_dtype(pool.layout.dtype), device=device)
-        return cls(DecoderModel(config, weights), pool)
+        model = DecoderModel(config, weights)
+        return cls(model, pool, NativeDecoder.create(model, pool))
 
     def execute(self, plan: BatchPlan) -> list[int | None]:
         """Runs the step; see `Executor.execute`."""
@@ -55,9 +61,8 @@ class TorchExecutor:
         if not plan.slices:
             return []
         try:
-            logits = self._model.forward(plan, self._pool)
-            return self._sample(logits, plan)
-        except torch.OutOfMemoryError as error:
+            return self._sample(self._forward(plan), plan)
+        except (torch.OutOfMemoryError, MemoryError) as error:
             raise _too_large(plan) from error
         except RuntimeError as error:
             # The CPU allocator has no exception of its own.
@@ -74,6 +79,24 @@ class TorchExecutor:
                 attempt_id="warm-up", token_ids=token_ids, start_position=start, block_table=[0], sampling=sampling
             )
             self.execute(BatchPlan(slices=[piece]))
+
+    def _forward(self, plan: BatchPlan) -> torch.Tensor:
+        """Logits [slices that sample, vocab_size] in the plan's order."""
+        if self._decoder is None:
+            return self._model.forward(plan, self._pool)
+        singles = [piece for piece in plan.slices if len(piece.token_ids) == 1]
+        if len(singles) == len(plan.slices):
+            return self._decoder.forward(plan)
+        if not singles:
+            return self._model.forward(plan, self._pool)
+        chunks = [piece for piece in plan.slices if len(piece.token_ids) > 1]
+        from_singles = self._decoder.forward(BatchPlan(slices=singles))
+        from_chunks = self._model.forward(BatchPlan(slices=chunks), self._pool)
+        is_single = torch.tensor([len(piece.token_ids) == 1 for piece in plan.slices if piece.sampling is not None])
+        logits = torch.empty(len(is_single), self.vocab_size)
+        logits[is_single] = from_singles
+        logits[~is_single] = from_chunks
+        return logits
 
     def _sample(self, logits: torch.Tensor, plan: BatchPlan) -> list[int | None]:
         tokens: list[int | None] = [None] * len(plan.slices)
