@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.core.clock import Clock
-    from baton.engine.batch import BatchPlan
+    from baton.engine.batch import BatchPlan, StepOutput
     from baton.engine.block_pool import BlockPool
     from decode_worker.messages import DecodeCommand, DecodeEvent
     from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
@@ -85,6 +85,7 @@ class DecodeCore:
                             prompt_ids=command.prompt_ids,
                             output_ids=[command.first_token_id],
                         ),
+                        top_logprobs=command.top_logprobs,
                     )
                 )
             case Cancel():
@@ -106,10 +107,17 @@ class DecodeCore:
             self._copier.start(sequence.attempt_id, attempt.kv, sequence.block_table[:num_blocks])
         return self._scheduler.plan()
 
-    def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> None:
+    def commit(self, plan: BatchPlan, output: StepOutput) -> None:
         """Takes a step for done: a token for each sequence of it that is still here."""
-        for new in self._scheduler.commit(plan, tokens):
-            self._events.append(Token(attempt_id=new.attempt_id, position=new.position, token_id=new.token_id))
+        for new in self._scheduler.commit(plan, output.tokens):
+            self._events.append(
+                Token(
+                    attempt_id=new.attempt_id,
+                    position=new.position,
+                    token_id=new.token_id,
+                    logprobs=output.logprobs.get(new.attempt_id) if output.logprobs else None,
+                )
+            )
             if new.finish_reason is not None:
                 sequence = self._scheduler.remove(new.attempt_id)
                 assert sequence is not None, f"{new.attempt_id} finished and is not here"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from baton.core.errors import ServingError
-    from baton.core.generation import FinishReason, SamplingParams, StopRule
+    from baton.core.generation import FinishReason, SamplingParams, StopRule, TokenLogprobs
     from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
 
 
@@ -33,7 +33,7 @@ class ForgetPeer:
 class Accept:
     """A sequence to be taken over; it fits the model and the pool, and its peer has been opened.
 
-    `prompt_ids` is empty unless `sampling.penalizes_prompt`.
+    `prompt_ids` is empty unless `sampling.penalizes_prompt`; `top_logprobs` is as in `SequenceSlice`.
     """
 
     attempt_id: str
@@ -42,6 +42,7 @@ class Accept:
     sampling: SamplingParams
     stop: StopRule
     prompt_ids: tuple[int, ...] = ()
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class Token:
     attempt_id: str
     position: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ class DecodeSequence:
     sampling: SamplingParams
     stop: StopRule
     rules: TokenRules | None = None
+    top_logprobs: int | None = None
     num_generated: int = 1
     num_steps: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -117,6 +118,7 @@ class DecodeScheduler:
                     block_table=sequence.block_table,
                     sampling=sequence.sampling,
                     rules=sequence.rules,
+                    top_logprobs=sequence.top_logprobs,
                 )
                 for sequence in self._running.values()
             )

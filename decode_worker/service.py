@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ResourceExhaustedError, ServingError
 from baton.core.generation import FinishReason
-from baton.rpc.generation import read_sampling
+from baton.rpc.generation import logprobs_message, read_sampling, read_top
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker import requests
@@ -111,6 +111,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             sampling=sampling,
             stop=stop,
             prompt_ids=_read_prompt(request, sampling, vocab_size=facts.vocab_size),
+            top_logprobs=read_top("top_logprobs", request.top_logprobs if request.HasField("top_logprobs") else None),
         )
 
     def _require_room(self) -> None:
@@ -128,7 +129,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             case TokenRun():
                 self._instruments.generation_tokens.inc(len(item.token_ids))
                 return decode_pb2.DecodeResponse(
-                    tokens=decode_pb2.DecodedTokens(first_position=item.first_position, ids=item.token_ids)
+                    tokens=decode_pb2.DecodedTokens(
+                        first_position=item.first_position,
+                        ids=item.token_ids,
+                        logprobs=[logprobs_message(each) for each in item.logprobs],
+                    )
                 )
             case HandedOver():
                 self._note_handover(item)

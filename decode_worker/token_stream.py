@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from decode_worker.messages import Token
@@ -11,6 +11,7 @@ from decode_worker.messages import Token
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from baton.core.generation import TokenLogprobs
     from baton.worker.engine_client import Attempt
     from decode_worker.messages import DecodeEvent
 
@@ -20,10 +21,20 @@ _SHORTEST_GAP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens that follow each other; the first stands at `first_position`."""
+    """Tokens that follow each other; the first stands at `first_position`.
+
+    `logprobs` has one entry for each, or none.
+    """
 
     first_position: int
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def append(self, token: Token) -> None:
+        """Adds the next token."""
+        self.token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
 
 
 async def in_runs(attempt: Attempt[DecodeEvent]) -> AsyncIterator[TokenRun | DecodeEvent]:
@@ -43,9 +54,10 @@ async def in_runs(attempt: Attempt[DecodeEvent]) -> AsyncIterator[TokenRun | Dec
         gap_s = last_sent_s + _SHORTEST_GAP_S - loop.time()
         if gap_s > 0:
             await asyncio.sleep(gap_s)
-        run = TokenRun(event.position, [event.token_id])
+        run = TokenRun(event.position, [])
+        run.append(event)
         while isinstance(following := attempt.peek(), Token):
             await attempt.next_event()
-            run.token_ids.append(following.token_id)
+            run.append(following)
         last_sent_s = loop.time()
         yield run

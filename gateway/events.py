@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from baton.core.generation import FinishReason
+    from baton.core.generation import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +20,25 @@ class Accepted:
     queue_position: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredPrompt:
+    """A part of the prompt, the token at `first_position` first, with one entry of log-probabilities for each."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that became certain, and the tokens that were produced since the last delta."""
+    """Text that became certain, and the tokens that were produced since the last delta.
+
+    `logprobs` has one entry for each token, or none.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +72,4 @@ class Finished:
     timings: Timings
 
 
-Event: TypeAlias = Accepted | Delta | Finished
+Event: TypeAlias = Accepted | ScoredPrompt | Delta | Finished

@@ -9,6 +9,7 @@ from gateway.events import Delta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.core.generation import TokenLogprobs
     from gateway.detokenizer import Detokenizer
     from gateway.stop_strings import StopStringMatcher
 
@@ -43,8 +44,8 @@ class Output:
         """Whether a stop string ended the output; tokens after it do not belong to it."""
         return self._stop_strings.is_stopped
 
-    def push(self, token_ids: Sequence[int]) -> Delta:
-        """The news that these tokens make. Tokens after a completed stop string are dropped."""
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Delta:
+        """The news that these tokens make, with `logprobs` for each or none. Tokens after a stop string are dropped."""
         texts: list[str] = []
         taken = 0
         for token_id in token_ids:
@@ -57,7 +58,7 @@ class Output:
                 if self.is_stopped:
                     break
         self._num_tokens += taken
-        return Delta("".join(texts), tuple(token_ids[:taken]))
+        return Delta("".join(texts), tuple(token_ids[:taken]), tuple(logprobs[:taken]))
 
     def finish(self) -> Delta:
         """No more tokens come: what was held back. It may complete a stop string, see `is_stopped`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from baton.core.errors import NotFoundError
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
 from gateway.caller import read_caller
-from gateway.events import Accepted, Delta
+from gateway.events import Accepted, Delta, ScoredPrompt
 from gateway.progress import Progress
 from gateway.session import Session
 from gateway.validation import (
@@ -18,7 +18,14 @@ from gateway.validation import (
     validate_generate,
     validate_tokenize,
 )
-from gateway.wire import accepted_message, event_message, finished_message, model_message, worker_message
+from gateway.wire import (
+    accepted_message,
+    event_message,
+    finished_message,
+    model_message,
+    scored_prompt_message,
+    worker_message,
+)
 
 if TYPE_CHECKING:
     import grpc
@@ -66,8 +73,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             if isinstance(event, Accepted):
                 response.accepted.CopyFrom(accepted_message(event))
             elif isinstance(event, Delta):
+                delta = event_message(event).delta
                 texts.append(event.text)
                 response.token_ids.extend(event.token_ids)
+                response.logprobs.extend(delta.logprobs)
+            elif isinstance(event, ScoredPrompt):
+                scored = scored_prompt_message(event)
+                if not response.HasField("scored_prompt"):
+                    response.scored_prompt.first_position = scored.first_position
+                response.scored_prompt.token_ids.extend(scored.token_ids)
+                response.scored_prompt.logprobs.extend(scored.logprobs)
             else:
                 response.finished.CopyFrom(finished_message(event))
 

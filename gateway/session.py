@@ -46,7 +46,7 @@ from gateway.events import Accepted, Event, Finished, Usage
 from gateway.output import Output
 from gateway.stop_strings import StopStringMatcher
 from gateway.validation import ChatPrompt, TextPrompt
-from gateway.worker_calls import Attempt, DecodeEnd
+from gateway.worker_calls import Attempt, DecodeEnd, FirstToken
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from gateway.served_model import ServedModel
     from gateway.tokenization import TokenizerPool
     from gateway.validation import GenerationRequest
-    from gateway.worker_calls import FirstToken, PrefillCall, WorkerCalls
+    from gateway.worker_calls import PrefillCall, WorkerCalls
 
 _log = logging.getLogger(__name__)
 
@@ -144,10 +144,11 @@ class Session:
                 fingerprint=self._services.model.fingerprint,
                 token_ids=token_ids,
                 sampling=self._request.sampling,
+                logprobs=self._request.logprobs,
                 stop=stop,
             )
-            async with self._prefill(grant, attempt) as (call, first):
-                await emit(self._output.push((first.token_id,)))
+            async with self._prefill(grant, attempt, emit) as (call, first):
+                await emit(self._output.push((first.token_id,), first.logprobs))
                 has_more = first.kv is not None and not self._output.is_stopped
                 async with asyncio.TaskGroup() as tasks:
                     release = tasks.create_task(_release_prefill(call, place))
@@ -229,13 +230,17 @@ class Session:
         return grant
 
     @asynccontextmanager
-    async def _prefill(self, grant: Grant, attempt: Attempt) -> AsyncIterator[tuple[PrefillCall, FirstToken]]:
+    async def _prefill(
+        self, grant: Grant, attempt: Attempt, emit: Emit
+    ) -> AsyncIterator[tuple[PrefillCall, FirstToken]]:
         """The prefill call and its first token; the call stays open, and with it the lease, for the block."""
         async with AsyncExitStack() as stack:
             with self._phase("prefill") as span:
                 span.set_attribute("baton.worker_id", grant.prefill.worker_id)
                 call = self._services.workers.prefill(grant.prefill, attempt, self._remaining_s())
-                first = await (await stack.enter_async_context(call)).first_token()
+                await stack.enter_async_context(call)
+                while not isinstance(first := await call.next(), FirstToken):
+                    await emit(first)
             self._progress.first_token()
             yield call, first
 
@@ -250,7 +255,7 @@ class Session:
                 self._progress.handed_over()
                 self._phase_name = "decode"
                 while not isinstance(event := await call.next(), DecodeEnd):
-                    delta = self._output.push(event.ids)
+                    delta = self._output.push(event.ids, event.logprobs)
                     self._progress.tokens(len(delta.token_ids))
                     await emit(delta)
                     if self._output.is_stopped:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
 from baton.core.generation import StopRule
-from baton.rpc.generation import read_sampling
+from baton.rpc.generation import read_logprob_options, read_sampling
 from gateway.tokenization import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.core.generation import SamplingParams
+    from baton.core.generation import LogprobOptions, SamplingParams
     from baton.v1 import common_pb2, gateway_pb2
     from gateway.served_model import ServedModel
 
@@ -62,6 +62,7 @@ class GenerationRequest:
     priority: int
     prompt: Prompt
     sampling: SamplingParams
+    logprobs: LogprobOptions
     max_tokens: int | None
     min_tokens: int
     stop_strings: tuple[str, ...]
@@ -96,6 +97,7 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
         priority=_priority(request.priority),
         prompt=_prompt(request, model),
         sampling=read_sampling(request.sampling, default_seed=new_seed, vocab_size=model.vocab_size),
+        logprobs=read_logprob_options(request.logprobs),
         max_tokens=_max_tokens(request.stop),
         min_tokens=request.stop.min_tokens,
         stop_strings=_stop_strings(request.stop),

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from baton.core.generation import FinishReason
 from baton.core.workers import WorkerRole, WorkerState
+from baton.rpc.generation import logprobs_message
 from baton.v1 import common_pb2, gateway_pb2
-from gateway.events import Accepted, Delta
+from gateway.events import Accepted, Delta, ScoredPrompt
 
 if TYPE_CHECKING:
     from baton.core.model import ModelFingerprint
@@ -81,8 +82,21 @@ def event_message(event: Event) -> gateway_pb2.GenerateResponse:
     if isinstance(event, Accepted):
         return gateway_pb2.GenerateResponse(accepted=accepted_message(event))
     if isinstance(event, Delta):
-        return gateway_pb2.GenerateResponse(delta=gateway_pb2.Delta(text=event.text, token_ids=event.token_ids))
+        logprobs = [logprobs_message(each) for each in event.logprobs]
+        delta = gateway_pb2.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+        return gateway_pb2.GenerateResponse(delta=delta)
+    if isinstance(event, ScoredPrompt):
+        return gateway_pb2.GenerateResponse(scored_prompt=scored_prompt_message(event))
     return gateway_pb2.GenerateResponse(finished=finished_message(event))
+
+
+def scored_prompt_message(event: ScoredPrompt) -> gateway_pb2.ScoredPrompt:
+    """The wire's form of a part of the prompt."""
+    return gateway_pb2.ScoredPrompt(
+        first_position=event.first_position,
+        token_ids=event.token_ids,
+        logprobs=[logprobs_message(each) for each in event.logprobs],
+    )
 
 
 def accepted_message(event: Accepted) -> gateway_pb2.Accepted:

@@ -17,19 +17,20 @@ from baton.core.errors import (
     UnavailableError,
 )
 from baton.rpc.errors import from_call
-from baton.rpc.generation import sampling_message
+from baton.rpc.generation import logprob_options_message, read_logprobs, sampling_message
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from gateway.events import ScoredPrompt
 from gateway.wire import fingerprint_message, read_finish_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    from baton.core.generation import FinishReason, SamplingParams, StopRule
+    from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, TokenLogprobs
     from baton.core.model import ModelFingerprint
     from baton.core.workers import WorkerRecord
     from baton.rpc.channels import ChannelPool
-    from baton.v1 import kv_transfer_pb2
+    from baton.v1 import common_pb2, kv_transfer_pb2
 
 _END_WAIT_S = 1.0
 
@@ -43,6 +44,7 @@ class Attempt:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: StopRule
+    logprobs: LogprobOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class FirstToken:
     kv: kv_transfer_pb2.KvDescriptor | None
     finish_reason: FinishReason | None
     cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,10 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens in order, the next positions of the sequence."""
+    """Tokens in order, the next positions of the sequence; `logprobs` for each, or none."""
 
     ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class WorkerCalls:
             max_tokens=attempt.stop.max_tokens,
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
             min_tokens=attempt.stop.min_tokens,
+            logprobs=logprob_options_message(attempt.logprobs),
         )
         return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 
@@ -113,6 +118,7 @@ class WorkerCalls:
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
             min_tokens=attempt.stop.min_tokens,
             prompt_token_ids=attempt.token_ids if attempt.sampling.penalizes_prompt else (),
+            top_logprobs=attempt.logprobs.output_top,
         )
         return DecodeCall(_WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt)
 
@@ -171,6 +177,12 @@ class _WorkerCall:
     ) -> None:
         self._stream.cancel()
 
+    def _logprobs(self, num_tokens: int, messages: Sequence[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+        num_expected = 0 if self._attempt.logprobs.output_top is None else num_tokens
+        if len(messages) != num_expected:
+            raise self._stream.fault(f"sent log-probabilities of {len(messages)} tokens, expected {num_expected}")
+        return tuple(map(read_logprobs, messages))
+
     async def ended(self) -> None:
         """After the last event: lets the call end with its own status, for leaving the block would cancel it.
 
@@ -183,14 +195,20 @@ class _WorkerCall:
 
 
 class PrefillCall(_WorkerCall):
-    """One prefill: `first_token`, then `released`."""
+    """One prefill: `next` until a `FirstToken`, then `released`."""
 
-    async def first_token(self) -> FirstToken:
-        """Waits for the prompt's computation."""
+    def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
+        super().__init__(stream, attempt)
+        self._next_scored = 1
+
+    async def next(self) -> ScoredPrompt | FirstToken:
+        """Waits for the next part of the prompt that was scored, or for the end of its computation."""
         while (response := await self._stream.read()) is not None:
             # Events that this version does not know are passed over.
             if response.WhichOneof("event") == "first_token":
                 return self._checked(response.first_token)
+            if response.WhichOneof("event") == "prompt_logprobs":
+                return self._scored(response.prompt_logprobs)
             if response.WhichOneof("event") == "released":
                 raise self._stream.fault("released the KV cache before the first token")
         raise self._stream.cut_short()
@@ -208,7 +226,27 @@ class PrefillCall(_WorkerCall):
         reason = read_finish_reason(first.finish_reason)
         if kv is not None and reason is not None:
             raise self._stream.fault("kept a KV cache though the first token was the last")
-        return FirstToken(token_id=first.token_id, kv=kv, finish_reason=reason, cached_tokens=first.cached_tokens)
+        num_scored = len(self._attempt.token_ids) if self._attempt.logprobs.prompt_top is not None else 1
+        if self._next_scored != num_scored:
+            raise self._stream.fault(f"scored {self._next_scored} positions of the prompt, expected {num_scored}")
+        return FirstToken(
+            token_id=first.token_id,
+            kv=kv,
+            finish_reason=reason,
+            cached_tokens=first.cached_tokens,
+            logprobs=self._logprobs(1, [first.logprobs] if first.HasField("logprobs") else []),
+        )
+
+    def _scored(self, scored: prefill_pb2.PromptLogprobs) -> ScoredPrompt:
+        first, end = self._next_scored, self._next_scored + len(scored.logprobs)
+        if scored.first_position != first or end > len(self._attempt.token_ids):
+            raise self._stream.fault(f"scored positions {scored.first_position} to {end}, expected {first} on")
+        self._next_scored = end
+        return ScoredPrompt(
+            first_position=first,
+            token_ids=self._attempt.token_ids[first:end],
+            logprobs=tuple(map(read_logprobs, scored.logprobs)),
+        )
 
 
 class DecodeCall(_WorkerCall):
@@ -252,7 +290,7 @@ class DecodeCall(_WorkerCall):
         self._next_position += len(tokens.ids)
         if self._next_position > self._end_position:
             raise self._stream.fault(f"generated more than {self._attempt.stop.max_tokens} tokens")
-        return NewTokens(tuple(tokens.ids))
+        return NewTokens(tuple(tokens.ids), self._logprobs(len(tokens.ids), tokens.logprobs))
 
 
 @contextmanager

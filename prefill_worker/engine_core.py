@@ -19,6 +19,7 @@ from prefill_worker.messages import (
     Failed,
     HeldCache,
     PromptDone,
+    PromptScored,
     Released,
     ReleaseLease,
     RenewLease,
@@ -28,11 +29,9 @@ from prefill_worker.messages import (
 from prefill_worker.scheduler import Prefill, PrefillScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from baton.core.clock import Clock
     from baton.core.errors import ServingError
-    from baton.engine.batch import BatchPlan
+    from baton.engine.batch import BatchPlan, StepOutput
     from baton.engine.block_pool import BlockPool
     from kv_transfer.lease import EndedLease, LeaseTable
     from prefill_worker.messages import PrefillCommand, PrefillEvent
@@ -70,6 +69,7 @@ class PrefillCore:
                         sampling=command.sampling,
                         arrived_s=self._clock.monotonic_s(),
                         rules=TokenRules.start(command.sampling, command.stop, prompt_ids=command.token_ids),
+                        logprobs=command.logprobs,
                     )
                 )
             case Cancel():
@@ -89,10 +89,12 @@ class PrefillCore:
             self._events.append(Started(attempt_id=prefill.attempt_id, queue_s=now_s - prefill.arrived_s))
         return self._scheduler.plan()
 
-    def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> None:
+    def commit(self, plan: BatchPlan, output: StepOutput) -> None:
         """Takes a step for done: a prompt that ended with it goes under its lease, or ends with its first token."""
+        if output.prompt_logprobs:
+            self._tell_scores(plan, output)
         for index, prefill in self._scheduler.commit(plan):
-            token_id = tokens[index]
+            token_id = output.tokens[index]
             assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"
             submit = self._attempts[prefill.attempt_id]
             reason = submit.stop.finish_reason(token_id, 1)
@@ -104,6 +106,7 @@ class PrefillCore:
                     compute_s=self._clock.monotonic_s() - prefill.started_s,
                     num_chunks=prefill.num_chunks,
                     cache=None if reason is not None else self._hold(submit.lease_id, prefill),
+                    logprobs=output.logprobs.get(prefill.attempt_id),
                 )
             )
             if reason is not None:
@@ -143,6 +146,16 @@ class PrefillCore:
         self._leases.check_integrity()
         assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
         assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+
+    def _tell_scores(self, plan: BatchPlan, output: StepOutput) -> None:
+        for piece in plan.slices:
+            logprobs = output.prompt_logprobs.get(piece.attempt_id)
+            if logprobs and piece.attempt_id in self._attempts:
+                self._events.append(
+                    PromptScored(
+                        attempt_id=piece.attempt_id, first_position=piece.start_position + 1, logprobs=logprobs
+                    )
+                )
 
     def _hold(self, lease_id: str, prefill: Prefill) -> HeldCache:
         lease = self._leases.grant(lease_id, prefill.attempt_id, prefill.block_table)

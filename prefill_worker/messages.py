@@ -9,9 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from baton.core.generation import NO_LOGPROBS
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.core.errors import ServingError
-    from baton.core.generation import FinishReason, SamplingParams, StopRule
+    from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, TokenLogprobs
     from kv_transfer.lease import LeaseOutcome
 
 
@@ -24,6 +28,7 @@ class Submit:
     token_ids: list[int]
     sampling: SamplingParams
     stop: StopRule
+    logprobs: LogprobOptions = NO_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """A chunk of the prompt is computed whose log-probabilities were asked for; they begin at `first_position`."""
+
+    is_last: ClassVar[bool] = False
+    attempt_id: str
+    first_position: int
+    logprobs: Sequence[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldCache:
     """The KV cache of a computed prompt, for one reader, while its lease lasts."""
 
@@ -78,6 +93,7 @@ class PromptDone:
     compute_s: float
     num_chunks: int
     cache: HeldCache | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,4 +115,4 @@ class Failed:
 
 
 PrefillCommand = Submit | Cancel | RenewLease | ReleaseLease
-PrefillEvent = Started | PromptDone | Released | Failed
+PrefillEvent = Started | PromptScored | PromptDone | Released | Failed

@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.batch import BatchPlan, SequenceSlice
+from baton.core.generation import NO_LOGPROBS
+from baton.engine.batch import BatchPlan, ScoredIds, SequenceSlice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.core.generation import SamplingParams
+    from baton.core.generation import LogprobOptions, SamplingParams
     from baton.engine.block_pool import BlockPool
     from baton.engine.token_rules import TokenRules
 
@@ -40,6 +41,7 @@ class Prefill:
     sampling: SamplingParams
     arrived_s: float
     rules: TokenRules | None = None
+    logprobs: LogprobOptions = NO_LOGPROBS
     started_s: float = 0.0
     num_computed_tokens: int = 0
     num_chunks: int = 0
@@ -161,4 +163,11 @@ def _slice(prefill: Prefill, num_tokens: int) -> SequenceSlice:
         block_table=prefill.block_table,
         sampling=prefill.sampling if end == len(prefill.token_ids) else None,
         rules=prefill.rules,
+        top_logprobs=prefill.logprobs.output_top,
+        scored=_scored(prefill, start, end),
     )
+
+
+def _scored(prefill: Prefill, start: int, end: int) -> ScoredIds | None:
+    top = prefill.logprobs.prompt_top
+    return None if top is None else ScoredIds(token_ids=prefill.token_ids[start + 1 : end + 1], top=top)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from baton.core.errors import InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
 from baton.core.generation import FinishReason
 from baton.core.ids import new_attempt_id
-from baton.rpc.generation import read_sampling
+from baton.rpc.generation import logprobs_message, read_logprob_options, read_sampling
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker import requests
 from kv_transfer import wire
 from kv_transfer.descriptor import KVDescriptor
-from prefill_worker.messages import Cancel, Failed, PromptDone, Released, Started, Submit
+from prefill_worker.messages import Cancel, Failed, PromptDone, PromptScored, Released, Started, Submit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -104,6 +104,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             token_ids=token_ids,
             sampling=read_sampling(request.sampling, default_seed=0, vocab_size=facts.vocab_size),
             stop=stop,
+            logprobs=read_logprob_options(request.logprobs),
         )
 
     def _require_room(self) -> None:
@@ -121,6 +122,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             case Started():
                 phase_span(self._tracer, "prefill.queue", event.queue_s)
                 return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=event.queue_s))
+            case PromptScored():
+                logprobs = [logprobs_message(each) for each in event.logprobs]
+                return prefill_pb2.PrefillResponse(
+                    prompt_logprobs=prefill_pb2.PromptLogprobs(first_position=event.first_position, logprobs=logprobs)
+                )
             case PromptDone():
                 self._note_computed(event, len(submit.token_ids))
                 return prefill_pb2.PrefillResponse(first_token=self._first_token(event, len(submit.token_ids)))
@@ -144,6 +150,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         if done.finish_reason is not None:
             message.finish_reason = _REASONS[done.finish_reason]
+        if done.logprobs is not None:
+            message.logprobs.CopyFrom(logprobs_message(done.logprobs))
         if done.cache is not None:
             descriptor = KVDescriptor(
                 lease_id=done.cache.lease_id,

@@ -66,3 +66,25 @@ class StopRule:
         if num_generated >= self.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobOptions:
+    """How many of the most likely tokens come with each token's log-probability; None: no log-probabilities."""
+
+    output_top: int | None = None
+    prompt_top: int | None = None
+
+
+NO_LOGPROBS = LogprobOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities at the place of one token: its own, and the largest ones.
+
+    `top` has (id, log-probability), most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from baton.core.generation import SamplingParams
+    from baton.core.generation import SamplingParams, TokenLogprobs
     from baton.engine.token_rules import TokenRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredIds:
+    """Known tokens whose log-probabilities a slice asks for, with those of the `top` most likely ones each.
+
+    `token_ids[i]` stands after the slice's i-th token: the rest of the slice, and the prompt's next token if the
+    slice is not its end.
+    """
+
+    token_ids: Sequence[int]
+    top: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +36,9 @@ class SequenceSlice:
 
     `sampling` is None where no token follows this slice (every chunk of a prompt but its last). `rules` belong to
     the sequence, stand at its last token when the slice samples, and are None where it asks for none.
+
+    `top_logprobs` asks for the log-probabilities of the sampled token and of so many of the most likely ones;
+    `scored` for those of the prompt.
     """
 
     attempt_id: str
@@ -32,6 +47,8 @@ class SequenceSlice:
     block_table: Sequence[int]
     sampling: SamplingParams | None
     rules: TokenRules | None = None
+    top_logprobs: int | None = None
+    scored: ScoredIds | None = None
 
     @property
     def end_position(self) -> int:
@@ -61,3 +78,16 @@ class BatchPlan:
             )
             assert min(piece.block_table) >= 0, f"{piece.attempt_id}: a negative block id"
             assert max(piece.block_table) < num_blocks, f"{piece.attempt_id}: a block id beyond {num_blocks - 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What came of a step: for each slice the token sampled after it, None where it does not sample.
+
+    `logprobs` has those of the sampled tokens and `prompt_logprobs` those of `ScoredIds`, by attempt and only where
+    they were asked for.
+    """
+
+    tokens: Sequence[int | None]
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)

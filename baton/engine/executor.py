@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from baton.core.generation import TokenLogprobs
+from baton.engine.batch import StepOutput
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -37,8 +40,8 @@ class Executor(Protocol):
         """Positions that the model was made for."""
         ...
 
-    def execute(self, plan: BatchPlan) -> list[int | None]:
-        """Runs the step; returns for each slice the token sampled after it, None where it does not sample.
+    def execute(self, plan: BatchPlan) -> StepOutput:
+        """Runs the step; returns the tokens sampled after its slices, and what else they ask for.
 
         Blocks until the step is done; the keys and values are then in the pool. The result for a slice does not
         depend on what else is in the plan, nor on how its sequence was cut into slices. Raises
@@ -80,7 +83,7 @@ class ScriptedExecutor:
         self.plans: list[BatchPlan] = []
         self._next_token = next_token
 
-    def execute(self, plan: BatchPlan) -> list[int | None]:
+    def execute(self, plan: BatchPlan) -> StepOutput:
         """Returns the scripted tokens; asserts that the plan is sound and that no two slices write to one block."""
         plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
         self._assert_writers_apart(plan)
@@ -94,10 +97,26 @@ class ScriptedExecutor:
             else:
                 seed = 0 if piece.sampling.is_greedy else piece.sampling.seed
                 tokens.append(scripted_token(piece.token_ids[-1], piece.end_position, seed, self.vocab_size))
-        return tokens
+        return StepOutput(
+            tokens=tokens,
+            logprobs={
+                piece.attempt_id: self._logprobs(token, piece.top_logprobs)
+                for piece, token in zip(plan.slices, tokens, strict=True)
+                if token is not None and piece.top_logprobs is not None
+            },
+            prompt_logprobs={
+                piece.attempt_id: [self._logprobs(token_id, piece.scored.top) for token_id in piece.scored.token_ids]
+                for piece in plan.slices
+                if piece.scored is not None
+            },
+        )
 
     def warm_up(self) -> None:
         """Nothing to set up."""
+
+    def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:
+        """Made up: the token is the most likely one, those after it follow."""
+        return TokenLogprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(top)))
 
     def _assert_writers_apart(self, plan: BatchPlan) -> None:
         writers: dict[int, str] = {}

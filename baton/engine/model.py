@@ -33,9 +33,15 @@ class DecoderModel:
     def forward(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
         """Computes the step, writes its keys and values into the pool, and returns logits.
 
-        Returns float32 [slices that sample, vocab_size], in the order of the plan. Blocks until done on a CPU;
-        on a GPU the result is enqueued. The plan must fit (`BatchPlan.assert_fits`); the pool must have this
-        model's layout, dtype and device.
+        Returns float32 [slices that sample, vocab_size], in the order of the plan; see `hidden`.
+        """
+        return self.sampled_logits(self.hidden(plan, pool), plan)
+
+    def hidden(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
+        """Computes the step and writes its keys and values into the pool; returns what `logits` takes.
+
+        Returns [tokens of the step, hidden_size]. Blocks until done on a CPU; on a GPU the result is enqueued. The
+        plan must fit (`BatchPlan.assert_fits`); the pool must have this model's layout, dtype and device.
         """
         with torch.inference_mode():
             positions, pool_rows = _flat_positions(plan, pool)
@@ -54,7 +60,25 @@ class DecoderModel:
                 mixed = attention[window].run(queries, keys_values, pool, index)
                 hidden = hidden + layer.output(mixed)
                 hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
-            return self._logits(hidden, plan)
+            return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [rows, vocab_size] for rows of `hidden`."""
+        with torch.inference_mode():
+            normed = self._norm(hidden, self.weights.final_norm)
+            return self.weights.head(normed).to(torch.float32)
+
+    def sampled_logits(self, hidden: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """The logits after the last token of each slice that samples, in the order of the plan."""
+        rows: list[int] = []
+        end = 0
+        for piece in plan.slices:
+            end += len(piece.token_ids)
+            if piece.sampling is not None:
+                rows.append(end - 1)
+        if not rows:
+            return torch.empty(0, self.config.vocab_size, device=self._device)
+        return self.logits(hidden if len(rows) == end else hidden[torch.tensor(rows, device=self._device)])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
@@ -88,18 +112,6 @@ class DecoderModel:
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
         gate, up = layer.gate_up(x).chunk(2, dim=-1)
         return layer.down(silu(gate) * up)
-
-    def _logits(self, hidden: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        rows: list[int] = []
-        end = 0
-        for piece in plan.slices:
-            end += len(piece.token_ids)
-            if piece.sampling is not None:
-                rows.append(end - 1)
-        if not rows:
-            return torch.empty(0, self.config.vocab_size, device=self._device)
-        last = hidden if len(rows) == end else hidden[torch.tensor(rows, device=self._device)]
-        return self.weights.head(self._norm(last, self.weights.final_norm)).to(torch.float32)
 
 
 def _flat_positions(plan: BatchPlan, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:

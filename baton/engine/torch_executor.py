@@ -8,9 +8,10 @@ import torch
 
 from baton.core.errors import ResourceExhaustedError, StartupError
 from baton.core.generation import SamplingParams
-from baton.engine.batch import BatchPlan, SequenceSlice
+from baton.engine.batch import BatchPlan, SequenceSlice, StepOutput
 from baton.engine.kv_pool import torch_dtype
 from baton.engine.logits import apply_rules
+from baton.engine.logprobs import logprobs_of
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.decoder import NativeDecoder
@@ -18,10 +19,15 @@ from baton.engine.sampler import sample
 from baton.engine.weights import DecoderWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from baton.core.generation import TokenLogprobs
     from baton.core.model import KVLayout
+    from baton.engine.batch import ScoredIds
     from baton.engine.kv_pool import KVPool
+
+_SCORED_ROWS = 64
 
 
 class TorchExecutor:
@@ -55,13 +61,14 @@ class TorchExecutor:
         model = DecoderModel(config, weights)
         return cls(model, pool, NativeDecoder.create(model, pool))
 
-    def execute(self, plan: BatchPlan) -> list[int | None]:
+    def execute(self, plan: BatchPlan) -> StepOutput:
         """Runs the step; see `Executor.execute`."""
         plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
         if not plan.slices:
-            return []
+            return StepOutput(tokens=())
         try:
-            return self._sample(self._forward(plan), plan)
+            scores: dict[str, list[TokenLogprobs]] = {}
+            return self._sample(self._forward(plan, scores), plan, scores)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise _too_large(plan) from error
         except RuntimeError as error:
@@ -80,35 +87,71 @@ class TorchExecutor:
             )
             self.execute(BatchPlan(slices=[piece]))
 
-    def _forward(self, plan: BatchPlan) -> torch.Tensor:
-        """Logits [slices that sample, vocab_size] in the plan's order."""
+    def _forward(self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]]) -> torch.Tensor:
+        """Logits [slices that sample, vocab_size] in the plan's order; scored slices' results go to `scores`."""
         if self._decoder is None:
-            return self._model.forward(plan, self._pool)
-        singles = [piece for piece in plan.slices if len(piece.token_ids) == 1]
+            return self._run_model(plan, scores)
+        singles = [piece for piece in plan.slices if _is_single(piece)]
         if len(singles) == len(plan.slices):
             return self._decoder.forward(plan)
         if not singles:
-            return self._model.forward(plan, self._pool)
-        chunks = [piece for piece in plan.slices if len(piece.token_ids) > 1]
+            return self._run_model(plan, scores)
+        chunks = [piece for piece in plan.slices if not _is_single(piece)]
         from_singles = self._decoder.forward(BatchPlan(slices=singles))
-        from_chunks = self._model.forward(BatchPlan(slices=chunks), self._pool)
-        is_single = torch.tensor([len(piece.token_ids) == 1 for piece in plan.slices if piece.sampling is not None])
+        from_chunks = self._run_model(BatchPlan(slices=chunks), scores)
+        is_single = torch.tensor([_is_single(piece) for piece in plan.slices if piece.sampling is not None])
         logits = torch.empty(len(is_single), self.vocab_size)
         logits[is_single] = from_singles
         logits[~is_single] = from_chunks
         return logits
 
-    def _sample(self, logits: torch.Tensor, plan: BatchPlan) -> list[int | None]:
-        tokens: list[int | None] = [None] * len(plan.slices)
-        rows = [index for index, piece in enumerate(plan.slices) if piece.sampling is not None]
-        if not rows:
-            return tokens
-        params = [piece.sampling for piece in plan.slices if piece.sampling is not None]
-        adjusted = apply_rules(logits, [plan.slices[index].rules for index in rows])
-        chosen = sample(adjusted, params, [plan.slices[index].end_position for index in rows])
-        for index, token in zip(rows, chosen, strict=True):
-            tokens[index] = token
-        return tokens
+    def _run_model(self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]]) -> torch.Tensor:
+        """Like `_forward`, by PyTorch."""
+        hidden = self._model.hidden(plan, self._pool)
+        start = 0
+        for piece in plan.slices:
+            if piece.scored is not None:
+                scores[piece.attempt_id] = self._score(hidden[start : start + len(piece.token_ids)], piece.scored)
+            start += len(piece.token_ids)
+        return self._model.sampled_logits(hidden, plan)
+
+    def _score(self, hidden: torch.Tensor, scored: ScoredIds) -> list[TokenLogprobs]:
+        """In parts: the logits of a whole chunk are large."""
+        logprobs: list[TokenLogprobs] = []
+        for first in range(0, len(scored.token_ids), _SCORED_ROWS):
+            token_ids = scored.token_ids[first : first + _SCORED_ROWS]
+            logits = self._model.logits(hidden[first : first + len(token_ids)])
+            logprobs += logprobs_of(logits, token_ids, [scored.top] * len(token_ids))
+        return logprobs
+
+    def _sample(self, logits: torch.Tensor, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]]) -> StepOutput:
+        sampling = [piece for piece in plan.slices if piece.sampling is not None]
+        if not sampling:
+            return StepOutput(tokens=[None] * len(plan.slices), prompt_logprobs=scores)
+        adjusted = apply_rules(logits, [piece.rules for piece in sampling])
+        params = [piece.sampling for piece in sampling if piece.sampling is not None]
+        chosen = sample(adjusted, params, [piece.end_position for piece in sampling])
+        following = iter(chosen)
+        return StepOutput(
+            tokens=[None if piece.sampling is None else next(following) for piece in plan.slices],
+            logprobs=_logprobs(logits, sampling, chosen),
+            prompt_logprobs=scores,
+        )
+
+
+def _logprobs(logits: torch.Tensor, pieces: Sequence[SequenceSlice], tokens: Sequence[int]) -> dict[str, TokenLogprobs]:
+    """By attempt, of the tokens sampled after those pieces that ask for it; a row of `logits` each."""
+    rows = [row for row, piece in enumerate(pieces) if piece.top_logprobs is not None]
+    if not rows:
+        return {}
+    tops = [piece.top_logprobs for piece in pieces if piece.top_logprobs is not None]
+    values = logprobs_of(logits[rows], [tokens[row] for row in rows], tops)
+    return {pieces[row].attempt_id: each for row, each in zip(rows, values, strict=True)}
+
+
+def _is_single(piece: SequenceSlice) -> bool:
+    """Whether the decoder computes the slice: it gives no logits but the last."""
+    return len(piece.token_ids) == 1 and piece.scored is None
 
 
 def _too_large(plan: BatchPlan) -> ResourceExhaustedError:

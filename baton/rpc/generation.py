@@ -1,4 +1,4 @@
-"""The wire's sampling parameters, read and written: the one place that knows their defaults and limits."""
+"""The wire's sampling parameters and log-probabilities, read and written: one place knows their limits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
-from baton.core.generation import SamplingParams
+from baton.core.generation import LogprobOptions, SamplingParams, TokenLogprobs
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_LOGIT_BIASES = 300
+MAX_TOP_LOGPROBS = 20
 _Ranged: TypeAlias = Literal["temperature", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
 
 # All limits are exact in the wire's 32-bit floats.
@@ -60,6 +61,40 @@ def sampling_message(sampling: SamplingParams) -> common_pb2.SamplingParams:
         presence_penalty=sampling.presence_penalty,
         logit_bias=dict(sampling.logit_bias),
     )
+
+
+def read_logprob_options(message: common_pb2.LogprobOptions) -> LogprobOptions:
+    """Which log-probabilities are wanted. InvalidArgumentError when too many are."""
+    return LogprobOptions(
+        output_top=read_top("logprobs.output_top", message.output_top if message.HasField("output_top") else None),
+        prompt_top=read_top("logprobs.prompt_top", message.prompt_top if message.HasField("prompt_top") else None),
+    )
+
+
+def read_top(field: str, top: int | None) -> int | None:
+    """How many of the most likely tokens are wanted; None stands for no log-probabilities at all."""
+    if top is not None and top > MAX_TOP_LOGPROBS:
+        raise InvalidArgumentError(field, f"must be in [0, {MAX_TOP_LOGPROBS}]; it is {top}")
+    return top
+
+
+def logprob_options_message(options: LogprobOptions) -> common_pb2.LogprobOptions:
+    """The wire's form of what is wanted."""
+    return common_pb2.LogprobOptions(output_top=options.output_top, prompt_top=options.prompt_top)
+
+
+def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    """The wire's form of one token's log-probabilities."""
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def read_logprobs(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    """One token's log-probabilities."""
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
 
 
 def _read_logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

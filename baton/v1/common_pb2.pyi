@@ -235,6 +235,77 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class LogprobOptions(_message.Message):
+    """Which log-probabilities a request wants. They are natural logarithms, and those of the model's own distribution: the
+    softmax of its logits, before penalties, biases, structure, temperature and filters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_TOP_FIELD_NUMBER: _builtins.int
+    PROMPT_TOP_FIELD_NUMBER: _builtins.int
+    output_top: _builtins.int
+    """For each token of the output: its own, and those of so many of the most likely tokens at its place. Range
+    [0, 20]. Default: none at all.
+    """
+    prompt_top: _builtins.int
+    """The same for each token of the prompt but its first, which follows nothing. Default: none at all."""
+    def __init__(
+        self,
+        *,
+        output_top: _builtins.int | None = ...,
+        prompt_top: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_top", b"_output_top", "_prompt_top", b"_prompt_top", "output_top", b"output_top", "prompt_top", b"prompt_top"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_top", b"_output_top", "_prompt_top", b"_prompt_top", "output_top", b"output_top", "prompt_top", b"prompt_top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output_top: _TypeAlias = _typing.Literal["output_top"]  # noqa: Y015
+    _WhichOneofArgType__output_top: _TypeAlias = _typing.Literal["_output_top", b"_output_top"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_top: _TypeAlias = _typing.Literal["prompt_top"]  # noqa: Y015
+    _WhichOneofArgType__prompt_top: _TypeAlias = _typing.Literal["_prompt_top", b"_prompt_top"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_top) -> _WhichOneofReturnType__output_top | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_top) -> _WhichOneofReturnType__prompt_top | None: ...
+
+Global___LogprobOptions: _TypeAlias = LogprobOptions  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """Log-probabilities at the place of one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """That of the token itself."""
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely tokens at this place, most likely first; as many as were asked for."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
 class StopConditions(_message.Message):
     """When a generation ends, apart from the model's own end-of-sequence token."""
 

@@ -35,6 +35,7 @@ class DecodeRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     first_token_id: _builtins.int
@@ -45,6 +46,8 @@ class DecodeRequest(_message.Message):
     """Fewest tokens of the whole request, the first one included: before as many, no id of `stop_token_ids` is chosen.
     At most `max_tokens`.
     """
+    top_logprobs: _builtins.int
+    """Which log-probabilities come with each token, as `LogprobOptions.output_top`."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """Model and tokenizer. FAILED_PRECONDITION when they differ."""
@@ -77,12 +80,15 @@ class DecodeRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
@@ -166,21 +172,27 @@ class DecodedTokens(_message.Message):
 
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     """Position of the first of them in the sequence, the prompt included: a gap or a repetition is an error."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each id when they were asked for."""
+
     def __init__(
         self,
         *,
         first_position: _builtins.int = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "ids", b"ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

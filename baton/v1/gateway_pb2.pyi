@@ -60,6 +60,7 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in traces and to keep a retry from running twice; 1 to 128
@@ -89,6 +90,10 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _common_pb2.StopConditions:
         """When the generation ends."""
 
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.LogprobOptions:
+        """Which log-probabilities come with the tokens."""
+
     def __init__(
         self,
         *,
@@ -99,11 +104,12 @@ class GenerateRequest(_message.Message):
         token_ids: _common_pb2.TokenIds | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         stop: _common_pb2.StopConditions | None = ...,
+        logprobs: _common_pb2.LogprobOptions | None = ...,
         priority: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_text", b"_text", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_text", b"_text", "logprobs", b"logprobs", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_text", b"_text", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_text", b"_text", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -125,6 +131,7 @@ class GenerateResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    SCORED_PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
         """The request was admitted to a queue. First event."""
@@ -137,18 +144,23 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """The generation is complete. Last event."""
 
+    @_builtins.property
+    def scored_prompt(self) -> Global___ScoredPrompt:
+        """A part of the prompt with its log-probabilities; the parts follow each other and leave out the first token only."""
+
     def __init__(
         self,
         *,
         accepted: Global___Accepted | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
+        scored_prompt: Global___ScoredPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "scored_prompt", b"scored_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "scored_prompt", b"scored_prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "delta", "finished", "scored_prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -193,6 +205,40 @@ class Accepted(_message.Message):
 Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
+class ScoredPrompt(_message.Message):
+    """A part of the prompt with its log-probabilities."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position of the first of them in the prompt."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's ids from there on."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each id."""
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoredPrompt: _TypeAlias = ScoredPrompt  # noqa: Y015
+
+@_typing.final
 class Delta(_message.Message):
     """New output of a generation."""
 
@@ -200,21 +246,27 @@ class Delta(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that became certain: never half a character, never the start of a stop string. May be empty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of the tokens that were produced since the last delta."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each id when they were asked for."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,6 +394,8 @@ class CompleteResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    SCORED_PROMPT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The whole text."""
     @_builtins.property
@@ -356,6 +410,14 @@ class CompleteResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """How it ended."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each id when they were asked for."""
+
+    @_builtins.property
+    def scored_prompt(self) -> Global___ScoredPrompt:
+        """The prompt with its log-probabilities when they were asked for."""
+
     def __init__(
         self,
         *,
@@ -363,10 +425,12 @@ class CompleteResponse(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finished: Global___Finished | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        scored_prompt: Global___ScoredPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "scored_prompt", b"scored_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "logprobs", b"logprobs", "scored_prompt", b"scored_prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,8 +81,8 @@ class GatewayServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
-        `finished`; or a non-OK status. Cancelling the call ends the generation.
+        """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `scored_prompt` if they
+        were asked for, any number of `delta`, one `finished`; or a non-OK status. Cancelling the call ends the generation.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,8 +37,8 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
-    `finished`; or a non-OK status. Cancelling the call ends the generation.
+    """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `scored_prompt` if they
+    were asked for, any number of `delta`, one `finished`; or a non-OK status. Cancelling the call ends the generation.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Complete: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.CompleteResponse]
@@ -66,8 +66,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
-    `finished`; or a non-OK status. Cancelling the call ends the generation.
+    """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `scored_prompt` if they
+    were asked for, any number of `delta`, one `finished`; or a non-OK status. Cancelling the call ends the generation.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Complete: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
@@ -98,8 +98,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
-        """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `delta`, one
-        `finished`; or a non-OK status. Cancelling the call ends the generation.
+        """Generates and streams tokens as they come. The stream is: one `accepted`, any number of `scored_prompt` if they
+        were asked for, any number of `delta`, one `finished`; or a non-OK status. Cancelling the call ends the generation.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 

@@ -33,6 +33,7 @@ class PrefillRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     max_tokens: _builtins.int
@@ -55,6 +56,10 @@ class PrefillRequest(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the generation, end-of-sequence ids included unless they are to be ignored."""
 
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.LogprobOptions:
+        """Which log-probabilities come with the first token and with the prompt."""
+
     def __init__(
         self,
         *,
@@ -65,10 +70,11 @@ class PrefillRequest(_message.Message):
         max_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
+        logprobs: _common_pb2.LogprobOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -83,6 +89,7 @@ class PrefillResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___PrefillStarted:
         """The prompt's first chunk is being computed."""
@@ -95,18 +102,23 @@ class PrefillResponse(_message.Message):
     def released(self) -> Global___PrefillReleased:
         """The KV cache's blocks are free again. Last event."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """A chunk of the prompt is computed."""
+
     def __init__(
         self,
         *,
         started: Global___PrefillStarted | None = ...,
         first_token: Global___FirstToken | None = ...,
         released: Global___PrefillReleased | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "released", b"released", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "released", b"released", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "first_token", "released"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "first_token", "released", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -135,6 +147,34 @@ class PrefillStarted(_message.Message):
 Global___PrefillStarted: _TypeAlias = PrefillStarted  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of a part of the prompt; the parts follow each other without a gap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position of the first token that the part tells of; the first part begins with 1."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One a token."""
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class FirstToken(_message.Message):
     """The first token."""
 
@@ -146,6 +186,7 @@ class FirstToken(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id. Its position is the number of prompt tokens."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -160,6 +201,10 @@ class FirstToken(_message.Message):
     def kv(self) -> _kv_transfer_pb2.KvDescriptor:
         """The KV cache of the prompt. Unset when the first token was the last."""
 
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """Set when they were asked for."""
+
     def __init__(
         self,
         *,
@@ -169,10 +214,11 @@ class FirstToken(_message.Message):
         cached_tokens: _builtins.int = ...,
         compute_s: _builtins.float = ...,
         num_chunks: _builtins.int = ...,
+        logprobs: _common_pb2.TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "kv", b"kv", "num_chunks", b"num_chunks", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "kv", b"kv", "logprobs", b"logprobs", "num_chunks", b"num_chunks", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

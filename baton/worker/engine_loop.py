@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from baton.core.errors import InternalError, ServingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from baton.core.clock import Clock
-    from baton.engine.batch import BatchPlan
+    from baton.engine.batch import BatchPlan, StepOutput
     from baton.engine.channel import ChildChannel
     from baton.engine.executor import Executor
 
@@ -80,7 +80,7 @@ class EngineCore(Protocol):
         """Lets time pass, takes work in, and returns the next step; without slices when there is none."""
         ...
 
-    def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> None:
+    def commit(self, plan: BatchPlan, output: StepOutput) -> None:
         """Takes a step for done. Attempts that ended since `plan` are passed over."""
         ...
 
@@ -150,9 +150,9 @@ class EngineLoop:
     def _step(self, plan: BatchPlan, receive: Callable[[], list[Any]]) -> StepStats:
         start_s = self._clock.monotonic_s()
         error: ServingError | None = None
-        tokens: list[int | None] = []
+        output: StepOutput | None = None
         try:
-            tokens = self._executor.execute(plan)
+            output = self._executor.execute(plan)
         except ServingError as failure:
             error = failure
         except Exception:
@@ -161,8 +161,9 @@ class EngineLoop:
             error = InternalError("the computation of a step failed")
         step_s = self._clock.monotonic_s() - start_s
         self._apply(receive())
-        if error is None:
-            self._core.commit(plan, tokens)
+        if output is not None:
+            self._core.commit(plan, output)
         else:
+            assert error is not None
             self._core.fail(plan, error)
         return StepStats(num_seqs=len(plan.slices), num_tokens=plan.num_tokens, step_s=step_s)

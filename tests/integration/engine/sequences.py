@@ -43,7 +43,7 @@ class Sequence:
 def step(executor: Executor, work: Iterable[tuple[Sequence, int]]) -> None:
     """Runs one step: for each sequence at most so many tokens."""
     pairs = [(sequence, sequence.next_slice(limit)) for sequence, limit in work]
-    results = executor.execute(BatchPlan(slices=[piece for _, piece in pairs]))
+    results = executor.execute(BatchPlan(slices=[piece for _, piece in pairs])).tokens
     for (sequence, piece), token in zip(pairs, results, strict=True):
         assert (token is None) == (piece.sampling is None)
         sequence.num_computed = piece.end_position

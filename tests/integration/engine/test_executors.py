@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from baton.core.generation import SamplingParams
 from baton.core.model import KVLayout
-from baton.engine.batch import BatchPlan
+from baton.engine.batch import BatchPlan, ScoredIds
 from baton.engine.executor import Executor, ScriptedExecutor
 from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
@@ -47,7 +48,7 @@ def test_it_says_what_it_is(executor: Executor) -> None:
 
 
 def test_an_empty_plan_does_nothing(executor: Executor) -> None:
-    assert executor.execute(BatchPlan(slices=[])) == []
+    assert list(executor.execute(BatchPlan(slices=[])).tokens) == []
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -73,6 +74,21 @@ def test_a_seed_changes_the_tokens(executor: Executor) -> None:
     assert len(outputs) == 4
 
 
+def test_log_probabilities_come_only_for_those_who_ask(executor: Executor) -> None:
+    prompt = list(range(5, 24))
+    quiet = Sequence("quiet", prompt, table(0)).next_slice(100)
+    asking = replace(Sequence("asking", prompt, table(1)).next_slice(100), top_logprobs=3)
+    first = Sequence("scored", prompt, table(2)).next_slice(10)
+    scored = replace(first, scored=ScoredIds(token_ids=prompt[1:11], top=2))
+    output = executor.execute(BatchPlan(slices=[quiet, asking, scored]))
+    assert output.logprobs.keys() == {"asking"}
+    assert output.prompt_logprobs.keys() == {"scored"}
+    assert output.logprobs["asking"].top[0] == (output.tokens[1], output.logprobs["asking"].logprob)  # greedy
+    assert len(output.logprobs["asking"].top) == 3
+    assert [len(each.top) for each in output.prompt_logprobs["scored"]] == [2] * 10
+    assert executor.execute(BatchPlan(slices=[quiet])).logprobs == {}
+
+
 def test_a_plan_that_does_not_fit_is_a_bug(executor: Executor) -> None:
     sequence = Sequence("a", list(range(9)), [0, 1])
     with pytest.raises(AssertionError, match="need 3"):
@@ -85,7 +101,7 @@ def test_the_fake_catches_two_writers_of_one_block() -> None:
     step(fake, [(Sequence("a", [1, 2], [3]), 2)])
     with pytest.raises(AssertionError, match="block 3: a and b write"):
         step(fake, [(Sequence("a", [1, 2], [3]), 2), (Sequence("b", [1] * 6, [4, 3]), 6)])
-    assert fake.execute(BatchPlan(slices=[Sequence("a", [1, 2], [3]).next_slice(2)])) == [4]
+    assert fake.execute(BatchPlan(slices=[Sequence("a", [1, 2], [3]).next_slice(2)])).tokens == [4]
     assert len(fake.plans) == 2
 
 
