@@ -42,7 +42,7 @@ from baton.telemetry.tracing import (
     USAGE_INPUT_TOKENS,
     USAGE_OUTPUT_TOKENS,
 )
-from gateway.events import Accepted, Event, Finished, Usage
+from gateway.events import Accepted, Delta, Event, Finished, Usage
 from gateway.output import Output
 from gateway.stop_strings import StopStringMatcher
 from gateway.validation import ChatPrompt, TextPrompt
@@ -138,6 +138,7 @@ class Session:
         async with self._services.queue.admit(ticket) as place:
             self._progress.admitted(ticket.queue_class, ticket.prompt_tokens)
             await emit(self._accepted(ticket, place))
+            await self._echo(emit)
             grant = await self._wait_for_workers(place, queue_class.queue_timeout_s)
             attempt = Attempt(
                 attempt_id=ticket.attempt_id,
@@ -243,6 +244,14 @@ class Session:
                     await emit(first)
             self._progress.first_token()
             yield call, first
+
+    async def _echo(self, emit: Emit) -> None:
+        prompt = self._request.prompt
+        if self._request.echo and not isinstance(prompt, ChatPrompt):
+            if isinstance(prompt, TextPrompt):
+                await emit(Delta(prompt.text))
+            else:
+                await emit(Delta(await self._services.tokenizer.decode(prompt.ids)))
 
     async def _decode(self, grant: Grant, attempt: Attempt, first: FirstToken, emit: Emit) -> FinishReason | None:
         with self._phase("decode") as span:

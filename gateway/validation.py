@@ -61,6 +61,7 @@ class GenerationRequest:
     request_id: str
     priority: int
     prompt: Prompt
+    echo: bool
     sampling: SamplingParams
     logprobs: LogprobOptions
     max_tokens: int | None
@@ -96,6 +97,7 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
         request_id=request.request_id,
         priority=_priority(request.priority),
         prompt=_prompt(request, model),
+        echo=_echo(request),
         sampling=read_sampling(request.sampling, default_seed=new_seed, vocab_size=model.vocab_size),
         logprobs=read_logprob_options(request.logprobs),
         max_tokens=_max_tokens(request.stop),
@@ -162,6 +164,12 @@ def _prompt(request: gateway_pb2.GenerateRequest, model: ServedModel) -> Prompt:
     require_fitting_prompt(len(prompt.ids), prompt, model)
     _known_ids("token_ids.ids", prompt.ids, model)
     return prompt
+
+
+def _echo(request: gateway_pb2.GenerateRequest) -> bool:
+    if request.echo and request.messages:
+        raise InvalidArgumentError("echo", "must be false with messages: a conversation has no one text")
+    return request.echo
 
 
 def _exactly_one(is_given: dict[str, bool]) -> str:

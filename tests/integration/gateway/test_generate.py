@@ -380,3 +380,18 @@ async def test_a_tenant_that_is_no_name_is_refused(deployment: Deployment) -> No
         await deployment.stub.Complete(gateway_pb2.GenerateRequest(text="x"), metadata=(("x-baton-tenant", "a|b"),))
     error = from_call(caught.value)
     assert (caught.value.code(), error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "x-baton-tenant")
+
+
+async def test_an_echo_comes_before_the_output_and_is_no_part_of_its_ids(deployment: Deployment) -> None:
+    deployment.script.answer = deployment.tokenizer.encode(" blue and wide")
+    text = "The sky  is: 漢"
+    echoed = await deployment.stub.Complete(
+        gateway_pb2.GenerateRequest(text=text, echo=True, stop=common_pb2.StopConditions(strings=["sky"]))
+    )
+    assert echoed.text == text + " blue and wide"
+    assert list(echoed.token_ids) == deployment.script.answer
+    assert echoed.finished.usage.completion_tokens == len(deployment.script.answer)
+    ids = common_pb2.TokenIds(ids=[1, *deployment.tokenizer.encode(text)])
+    assert (await deployment.stub.Complete(gateway_pb2.GenerateRequest(token_ids=ids, echo=True))).text == echoed.text
+    silent = await deployment.stub.Complete(gateway_pb2.GenerateRequest(text=text, echo=False))
+    assert silent.text == " blue and wide"

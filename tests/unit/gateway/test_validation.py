@@ -64,6 +64,7 @@ def validate(request: Request, model: ServedModel = MODEL) -> Any:
         (Request(text="x", sampling=Sampling(top_p=math.nan)), "sampling.top_p", "it is nan"),
         (Request(text="x", sampling=Sampling(min_p=-1)), "sampling.min_p", "[0, 1]; it is -1"),
         (Request(text="x", sampling=Sampling(min_p=2)), "sampling.min_p", "[0, 1]; it is 2"),
+        (Request(messages=[User], echo=True), "echo", "must be false with messages"),
         (Request(text="x", stop=Stop(max_tokens=0)), "stop.max_tokens", "at least 1; it is 0"),
         (Request(text="x", stop=Stop(strings=["s"] * 17)), "stop.strings", "at most 16; there are 17"),
         (Request(text="x", stop=Stop(strings=["s", ""])), "stop.strings[1]", "1 to 256 characters; it has 0"),
