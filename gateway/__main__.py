@@ -67,6 +67,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             QueueConfig(
                 gateway_id=incarnation,
                 classes=classes.limits,
+                reserve_after_s=settings.queue.reserve_after_s,
             ),
         )
         services = SessionServices(

@@ -18,6 +18,7 @@ class Accepted:
     queue_class: str
     prompt_tokens: int
     queue_position: int
+    predicted_wait_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ class Session:
         stop = self._request.stop_rule(len(token_ids), self._services.model)
         queue_class = self._services.classes.classify(len(token_ids))
         self._shorten(limit, queue_class)
-        ticket = self._ticket(queue_class.name, len(token_ids), stop)
+        ticket = self._ticket(queue_class, len(token_ids), stop)
         self._require_workers(ticket)
         self._describe(ticket)
         async with self._services.queue.admit(ticket) as place:
@@ -178,15 +178,16 @@ class Session:
             self._timeout_s = queue_class.request_timeout_s
             limit.reschedule(asyncio.get_running_loop().time() + self._remaining_s())
 
-    def _ticket(self, queue_class: str, prompt_tokens: int, stop: StopRule) -> Ticket:
+    def _ticket(self, queue_class: QueueClass, prompt_tokens: int, stop: StopRule) -> Ticket:
         return Ticket(
             attempt_id=new_attempt_id(),
             request_id=self._request.request_id or new_request_id(),
-            queue_class=queue_class,
+            queue_class=queue_class.name,
             prompt_tokens=prompt_tokens,
             max_tokens=stop.max_tokens,
             tenant=self._tenant,
             priority=self._request.priority,
+            max_wait_s=min(queue_class.queue_timeout_s, self._remaining_s()),
         )
 
     def _require_workers(self, ticket: Ticket) -> None:
@@ -212,6 +213,7 @@ class Session:
             queue_class=ticket.queue_class,
             prompt_tokens=ticket.prompt_tokens,
             queue_position=place.position,
+            predicted_wait_s=place.predicted_wait_s,
         )
 
     async def _wait_for_workers(self, place: Place, timeout_s: float) -> Grant:

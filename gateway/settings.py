@@ -56,6 +56,13 @@ _DEFAULT_CLASSES: dict[str, dict[str, float]] = {"chat": {"max_prompt_tokens": 1
 class QueueSettings(Section):
     """The admission queue."""
 
+    reserve_after_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="How long a class may stand still before what becomes free is kept for its next request, seconds",
+    )
     classes: dict[Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,32}$")], QueueClassSettings | None] = Field(
         default_factory=dict,
         validate_default=True,

@@ -107,6 +107,7 @@ def accepted_message(event: Accepted) -> gateway_pb2.Accepted:
         queue_class=event.queue_class,
         prompt_tokens=event.prompt_tokens,
         queue_position=event.queue_position,
+        predicted_wait_s=event.predicted_wait_s,
     )
 
 

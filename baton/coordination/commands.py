@@ -19,8 +19,19 @@ if TYPE_CHECKING:
     from baton.coordination.client import RedisConnection
     from baton.coordination.keys import Keys
 
-_NAMES = ("heartbeat", "deregister", "workers", "admit", "grant", "release", "renew", "restore", "status", "audit")
-
+_NAMES = (
+    "heartbeat",
+    "deregister",
+    "workers",
+    "admit",
+    "grant",
+    "reserve",
+    "release",
+    "renew",
+    "restore",
+    "status",
+    "audit",
+)
 
 # Calls of one instance at a time. Redis runs one script after the other anyway.
 _MAX_CALLS = 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.coordination.wire import decode_grant, decode_snapshot
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # How often one head is tried in one round when another gateway takes the credit that the snapshot showed.
 _TRIES = 3
+# How full workers may be until a stuck head finds a pair that is to be kept: the pair with the least to wait for.
+_SHARES = (0.75, 0.5, 0.25, 0.0)
 
 
 class Dispatcher:
@@ -72,6 +75,7 @@ class Dispatcher:
         while snapshot is not None:
             choice = self._choose(snapshot, tries)
             if choice is None:
+                await self._reserve(snapshot)
                 return
             head, route = choice
             status, rest, *message = await self._grant(head.ticket, route)
@@ -85,27 +89,41 @@ class Dispatcher:
 
     def _choose(self, snapshot: Snapshot, tries: Counter[str]) -> tuple[Head, Route] | None:
         """The first head in turn for which there are workers. A head without never holds up another class."""
+        kept = snapshot.reservation
+        others_views = snapshot.views if kept is None else kept.hide_from(snapshot.views)
         for head in sorted(snapshot.heads, key=lambda head: (head.turn, head.order)):
-            limits = self._config.classes.get(head.ticket.queue_class)
-            # A class of another gateway's configuration only: that gateway knows its limits.
-            if limits is None or tries[head.ticket.attempt_id] >= _TRIES:
+            if tries[head.ticket.attempt_id] >= _TRIES or not self._may_run(head):
                 continue
-            if limits.max_prefills is not None and head.num_prefills >= limits.max_prefills:
-                continue
-            route = self._route(head.ticket, snapshot.views)
+            is_kept_for = kept is not None and kept.attempt_id == head.ticket.attempt_id
+            route = self._route(head.ticket, snapshot.views if is_kept_for else others_views)
             if route is not None:
                 return head, route
         return None
+
+    def _may_run(self, head: Head) -> bool:
+        limits = self._config.classes.get(head.ticket.queue_class)
+        # A class of another gateway's configuration only: that gateway knows its limits.
+        return limits is not None and (limits.max_prefills is None or head.num_prefills < limits.max_prefills)
+
+    async def _reserve(self, snapshot: Snapshot) -> None:
+        """Has credit kept for the head that has been without workers for longest, and too long."""
+        stuck = [head for head in snapshot.heads if head.standstill_s >= self._config.reserve_after_s]
+        stuck = [head for head in stuck if self._may_run(head)]
+        if not stuck or snapshot.reservation is not None:
+            return
+        head = max(stuck, key=lambda head: head.standstill_s)
+        for share in _SHARES:
+            route = self._route(head.ticket, [_relieved(view, share) for view in snapshot.views])
+            if route is not None:
+                least_ms = round(self._config.reserve_after_s * 1000)
+                await self._commands.call("reserve", *self._args(head.ticket, route), least_ms)
+                return
 
     async def _grant(self, ticket: Ticket, route: Route) -> list[str]:
         limits = self._config.classes[ticket.queue_class]
         reply: list[str] = await self._commands.call(
             "grant",
-            ticket.attempt_id,
-            route.prefill_id,
-            route.decode_id,
-            route.prefill_blocks,
-            route.decode_blocks,
+            *self._args(ticket, route),
             -1 if limits.max_prefills is None else limits.max_prefills,
             limits.weight,
             round(self._config.settle_s * 1000),
@@ -113,3 +131,11 @@ class Dispatcher:
             self._channel_prefix,
         )
         return reply
+
+    def _args(self, ticket: Ticket, route: Route) -> tuple[str | int, ...]:
+        return ticket.attempt_id, route.prefill_id, route.decode_id, route.prefill_blocks, route.decode_blocks
+
+
+def _relieved(view: WorkerView, share: float) -> WorkerView:
+    """The worker with only so much of what is granted on it now."""
+    return replace(view, granted_blocks=int(view.granted_blocks * share), granted_seqs=int(view.granted_seqs * share))

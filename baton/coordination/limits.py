@@ -39,8 +39,10 @@ class QueueConfig:
     """One gateway's side of the queue.
 
     `gateway_id` is unique to the process. A ticket ends `lease_s` after its gateway's last renewal, one each `tick_s`;
-    no call waits longer than `call_timeout_s`; a new or lost database grants nothing for `settle_s`, in which all
-    gateways put back what they run. Names of classes and tenants contain neither '|' nor '}'.
+    no call waits longer than `call_timeout_s`; a new or lost database admits and grants nothing for `settle_s`, in
+    which all gateways put back what they run. When a class has granted nothing for `reserve_after_s` though its head
+    could run on idle workers, what becomes free on one pair is kept for that head, one at a time. Names of classes and
+    tenants contain neither '|' nor '}'.
     """
 
     gateway_id: str
@@ -49,6 +51,7 @@ class QueueConfig:
     tick_s: float = 0.5
     call_timeout_s: float = 1.0
     settle_s: float = 1.5
+    reserve_after_s: float = 5.0
 
     @property
     def lease_ms(self) -> int:

@@ -43,6 +43,8 @@ class Place:
         self.ticket = ticket
         self.position = 0
         """Tickets of the class that were ahead at admission, 0 for the first."""
+        self.predicted_wait_s: float | None = None
+        """How long they take if the class goes on as it did lately; None when nothing is known yet."""
         self.order = 0
         self.since_ms = 0
         self.is_admitted = False

@@ -19,7 +19,7 @@ from baton.coordination.dispatch import Dispatcher
 from baton.coordination.limits import ClassStatus
 from baton.coordination.owned import OwnedTasks
 from baton.coordination.place import Place
-from baton.coordination.refusals import already_exists, full, redis_away, shutting_down
+from baton.coordination.refusals import already_exists, full, redis_away, shutting_down, too_late
 from baton.coordination.upkeep import Upkeep
 from baton.coordination.wire import decode_snapshot, decode_views, encode_ticket
 from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
@@ -100,8 +100,10 @@ class AdmissionQueue:
     def admit(self, ticket: Ticket) -> Place:
         """`async with queue.admit(ticket) as place:` admits the ticket; leaving the block gives everything back.
 
-        Entering raises ResourceExhaustedError with `retry_after_s` when the class is full, AlreadyExistsError when the
-        request id is live, and UnavailableError within `call_timeout_s` when Redis is away.
+        Entering raises ResourceExhaustedError with `retry_after_s` when the class is full or the ticket would wait
+        longer than it can, AlreadyExistsError when the request id is live, and UnavailableError within
+        `call_timeout_s` when Redis is away. After a loss it waits for up to `settle_s`, until Redis knows again which
+        request ids live.
         """
         assert ticket.queue_class in self._config.classes, f"unknown class {ticket.queue_class}"
         return Place(ticket, self)
@@ -133,7 +135,7 @@ class AdmissionQueue:
         self._upkeep.places[ticket.attempt_id] = place
         self._request_ids.add(ticket.request_id)
         try:
-            await self._tasks.finish(self._admit(place))
+            await self._admit_when_settled(place)
         except (ResourceExhaustedError, AlreadyExistsError):
             self._forget(place)
             raise
@@ -163,7 +165,15 @@ class AdmissionQueue:
         self._upkeep.places.pop(place.ticket.attempt_id, None)
         self._request_ids.discard(place.ticket.request_id)
 
-    async def _admit(self, place: Place) -> None:
+    async def _admit_when_settled(self, place: Place) -> None:
+        while True:
+            settling_s = await self._tasks.finish(self._admit(place))
+            if settling_s == 0:
+                return
+            await asyncio.sleep(settling_s)
+
+    async def _admit(self, place: Place) -> float:
+        """Admits, or returns the seconds after which to ask again."""
         ticket, limits = place.ticket, self._config.classes[place.ticket.queue_class]
         reply = await self._commands.call(
             "admit",
@@ -172,13 +182,21 @@ class AdmissionQueue:
             self._config.lease_ms,
             limits.max_waiting,
             limits.max_waiting_tokens,
+            round(self._config.settle_s * 1000),
         )
-        if reply[0] == "exists":
-            raise already_exists(ticket)
-        if reply[0] == "full":
-            raise full(ticket, limits, reply)
-        _, place.position, order, since, snapshot = reply
+        match reply[0]:
+            case "exists":
+                raise already_exists(ticket)
+            case "full":
+                raise full(ticket, limits, reply)
+            case "late":
+                raise too_late(ticket, reply[1])
+            case "settling":
+                return reply[1] / 1000  # type: ignore[no-any-return]
+        _, place.position, order, since, wait_ms, snapshot = reply
         place.order, place.since_ms, place.is_admitted = int(order), int(since), True
+        place.predicted_wait_s = wait_ms / 1000 if wait_ms >= 0 else None
         self._upkeep.see(decode_snapshot(snapshot))
         if place.has_ended:  # its request was cancelled, twice, while Redis answered
             self._tasks.start(self._upkeep.release(ticket.attempt_id))
+        return 0.0

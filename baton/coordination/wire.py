@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,21 +49,48 @@ def decode_views(rows: Sequence[Sequence[str | int]]) -> tuple[WorkerView, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The first waiting ticket of a class. Lower `turn` first, then lower `order`."""
+    """The ticket that a class serves next. Lower `turn` first, then lower `order`.
+
+    For `standstill_s` the class has granted nothing though somebody waited.
+    """
 
     ticket: Ticket
     num_prefills: int
     turn: float
     order: int
+    standstill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Credit that is kept free for one ticket: other grants leave it alone."""
+
+    attempt_id: str
+    route: Route
+
+    def hide_from(self, views: Sequence[WorkerView]) -> list[WorkerView]:
+        """The workers as other tickets see them: what is kept is taken."""
+        kept = {self.route.prefill_id: self.route.prefill_blocks, self.route.decode_id: self.route.decode_blocks}
+        return [
+            replace(
+                view,
+                granted_blocks=view.granted_blocks + kept[view.record.worker_id],
+                granted_seqs=view.granted_seqs + 1,
+            )
+            if view.record.worker_id in kept
+            else view
+            for view in views
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The heads of all classes and the live workers at one moment. No heads: nobody waits."""
+    """The heads of all classes, the live workers and what is kept at one moment. No heads: nobody waits."""
 
     heads: tuple[Head, ...]
     views: tuple[WorkerView, ...]
     taken_us: int
+    reservation: Reservation | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +104,8 @@ class GrantMessage:
 
 def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, str | int]:
     """The ticket's fields as the scripts name them."""
-    return {
+    bounds: dict[str, str | int] = {} if ticket.max_wait_s is None else {"max_wait_ms": round(ticket.max_wait_s * 1000)}
+    return bounds | {
         "request_id": ticket.request_id,
         "class": ticket.queue_class,
         "prompt_tokens": ticket.prompt_tokens,
@@ -92,8 +120,13 @@ def decode_snapshot(reply: Sequence[Any]) -> Snapshot | None:
     """The reply of `snapshot()` in common.lua; None for its empty form."""
     if not reply:
         return None
-    heads, views, taken_us = reply
-    return Snapshot(heads=tuple(_decode_head(row) for row in heads), views=decode_views(views), taken_us=int(taken_us))
+    heads, views, taken_us, kept = reply
+    return Snapshot(
+        heads=tuple(_decode_head(row) for row in heads),
+        views=decode_views(views),
+        taken_us=int(taken_us),
+        reservation=_decode_reservation(kept) if kept else None,
+    )
 
 
 def decode_grant(message: str) -> GrantMessage:
@@ -114,8 +147,21 @@ def decode_grant(message: str) -> GrantMessage:
     )
 
 
+def _decode_reservation(raw: str) -> Reservation:
+    fields = json.loads(raw)
+    return Reservation(
+        attempt_id=fields["attempt"],
+        route=Route(
+            prefill_id=fields["prefill"]["id"],
+            decode_id=fields["decode"]["id"],
+            prefill_blocks=int(fields["prefill"]["blocks"]),
+            decode_blocks=int(fields["decode"]["blocks"]),
+        ),
+    )
+
+
 def _decode_head(row: Sequence[Any]) -> Head:
-    attempt_id, raw, num_prefills, turn = row
+    attempt_id, raw, num_prefills, turn, standstill_ms = row
     fields = json.loads(raw)
     return Head(
         ticket=Ticket(
@@ -130,4 +176,5 @@ def _decode_head(row: Sequence[Any]) -> Head:
         num_prefills=num_prefills,
         turn=float(turn),
         order=int(fields["order"]),
+        standstill_s=int(standstill_ms) / 1000,
     )

@@ -75,6 +75,7 @@ class Ticket:
     """A request's place in the queue. Holds no prompt.
 
     Tenants of a class take turns; `priority` (-10 to 10, higher first) orders the tickets of one tenant only.
+    `max_wait_s` is how long it can wait for workers: it is refused when it would wait longer, and dropped when it has.
     """
 
     attempt_id: str
@@ -84,6 +85,7 @@ class Ticket:
     max_tokens: int
     tenant: str = "default"
     priority: int = 0
+    max_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

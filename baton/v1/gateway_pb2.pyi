@@ -65,7 +65,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in traces and to keep a retry from running twice; 1 to 128
-    characters of [A-Za-z0-9._:-]. Default: made by the gateway and returned in `accepted`.
+    characters of [A-Za-z0-9._:-]. ALREADY_EXISTS while a request of the same id runs, at whatever gateway. Default:
+    made by the gateway and returned in `accepted`.
     """
     model: _builtins.str
     """Name of the model. May be empty when the gateway serves exactly one."""
@@ -187,6 +188,7 @@ class Accepted(_message.Message):
     QUEUE_CLASS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, the client's or a new one."""
     model: _builtins.str
@@ -196,7 +198,9 @@ class Accepted(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt after the chat template."""
     queue_position: _builtins.int
-    """Requests of the class that were ahead of it in the queue."""
+    """Requests of the class that were to be served before it."""
+    predicted_wait_s: _builtins.float
+    """How long these take if the class goes on as it did lately, in seconds. Unset while nothing has been measured."""
     def __init__(
         self,
         *,
@@ -205,12 +209,15 @@ class Accepted(_message.Message):
         queue_class: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         queue_position: _builtins.int = ...,
+        predicted_wait_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_wait_s", b"_predicted_wait_s", "predicted_wait_s", b"predicted_wait_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "queue_class", b"queue_class", "queue_position", b"queue_position", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_wait_s", b"_predicted_wait_s", "model", b"model", "predicted_wait_s", b"predicted_wait_s", "prompt_tokens", b"prompt_tokens", "queue_class", b"queue_class", "queue_position", b"queue_position", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__predicted_wait_s: _TypeAlias = _typing.Literal["predicted_wait_s"]  # noqa: Y015
+    _WhichOneofArgType__predicted_wait_s: _TypeAlias = _typing.Literal["_predicted_wait_s", b"_predicted_wait_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_wait_s) -> _WhichOneofReturnType__predicted_wait_s | None: ...
 
 Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 

@@ -44,6 +44,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting: dict[str, dict[str, Any]] = {}
         self.granted: dict[str, dict[str, Any]] = {}
         self.turns: dict[str, list[str]] = {name: [] for name in CLASSES}
+        self.kept: tuple[str, str, str, int] | None = None
         for worker_id in WORKERS:
             self.beat(worker_id)
 
@@ -108,7 +109,7 @@ class QueueMachine(RuleBasedStateMachine):
         wanted = ticket(name, queue_class=queue_class, prompt_tokens=blocks * 16, tenant=tenant, priority=priority)
         fields = encode_ticket(wanted, "g1")
         num_waiting = len(self.service_order(queue_class))
-        reply = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000)
+        reply = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000, 0)
         if num_waiting >= MAX_WAITING:
             assert reply[:3] == ["full", "requests", num_waiting]
             return
@@ -119,10 +120,10 @@ class QueueMachine(RuleBasedStateMachine):
         ahead = self.service_order(queue_class).index(f"a-{name}")
         assert reply[:2] == ["admitted", ahead]
         if repeat:
-            again = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000)
+            again = self.call("admit", f"a-{name}", json.dumps(fields), LEASE_MS, MAX_WAITING, 100_000, 0)
             assert again[:4] == ["admitted", ahead, *reply[2:4]]
         twin = json.dumps(fields)
-        assert self.call("admit", f"twin-{name}", twin, LEASE_MS, MAX_WAITING, 100_000) == ["exists"]
+        assert self.call("admit", f"twin-{name}", twin, LEASE_MS, MAX_WAITING, 100_000, 0) == ["exists"]
 
     @rule(prefill=st.sampled_from(("p1", "p2")), decode=st.sampled_from(("d1", "d2")), data=st.data())
     @precondition(lambda self: self.waiting)
@@ -134,7 +135,11 @@ class QueueMachine(RuleBasedStateMachine):
         args = (attempt, prefill, decode, blocks, blocks, MAX_PREFILLS, 1.0, 0, "g1", KEYS.gateway_channel(""))
         first = self.service_order(queue_class)[0]
         prefills = sum(g["prefill"]["held"] and g["class"] == queue_class for g in self.grants())
-        fits = all(self.held(w)[0] + blocks <= BLOCKS and self.held(w)[1] < SEQS for w in (prefill, decode))
+        others = self.kept_for_others(attempt)
+        fits = all(
+            self.held(w)[0] + others.get(w, 0) + blocks <= BLOCKS and self.held(w)[1] + (w in others) < SEQS
+            for w in (prefill, decode)
+        )
         expected = "stale" if first != attempt else "prefills" if prefills >= MAX_PREFILLS else "credit"
         if first == attempt and prefills < MAX_PREFILLS and fits:
             expected = "granted"
@@ -157,6 +162,33 @@ class QueueMachine(RuleBasedStateMachine):
         snapshot = decode_snapshot(rest)
         heads = [head.ticket.attempt_id for head in snapshot.heads] if snapshot else []
         assert heads == [self.service_order(name)[0] for name in CLASSES if self.turns[name]]
+
+    @rule(prefill=st.sampled_from(("p1", "p2")), decode=st.sampled_from(("d1", "d2")), data=st.data())
+    @precondition(lambda self: self.waiting)
+    def reserve(self, prefill: str, decode: str, data: st.DataObject) -> None:
+        """Asks for credit to be kept, for a ticket that may or may not be a head."""
+        attempt = data.draw(st.sampled_from(sorted(self.waiting)))
+        blocks = self.waiting[attempt]["ticket"]["prompt_tokens"] // 16
+        snapshot = decode_snapshot(self.call("reserve", attempt, prefill, decode, blocks, blocks, 0))
+        if not self.is_kept() and attempt == self.service_order(self.waiting[attempt]["ticket"]["class"])[0]:
+            self.kept = (attempt, prefill, decode, blocks)
+        found = snapshot.reservation if snapshot else None
+        assert (found.attempt_id if found else None) == (self.kept[0] if self.is_kept() else None)
+
+    def is_kept(self) -> bool:
+        """Whether the ticket that credit is kept for is still its class's head."""
+        if self.kept and self.kept[0] in self.waiting:
+            queue_class = self.waiting[self.kept[0]]["ticket"]["class"]
+            if self.service_order(queue_class)[0] == self.kept[0]:
+                return True
+        self.kept = None
+        return False
+
+    def kept_for_others(self, attempt: str) -> dict[str, int]:
+        if not self.is_kept() or self.kept[0] == attempt:
+            return {}
+        _, prefill, decode, blocks = self.kept
+        return {prefill: blocks, decode: blocks}
 
     @rule(data=st.data())
     @precondition(lambda self: self.granted)
@@ -191,6 +223,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(workers_first=st.booleans())
     def lose_the_database(self, workers_first: bool) -> None:
+        self.kept = None
         self.do(self.connection.commands.flushall())
         self.do(self.connection.commands.script_flush())
         if workers_first:
@@ -208,7 +241,7 @@ class QueueMachine(RuleBasedStateMachine):
                 tenant: min(self.waiting[attempt]["ticket"]["order"] for attempt in self.served_next(name, tenant))
                 for tenant in self.turns[name]
             }
-            self.turns[name].sort(key=lambda tenant: (oldest[tenant], tenant))  # noqa: B023
+            self.turns[name].sort(key=lambda tenant: (oldest[tenant], tenant))
 
     def side(self, worker_id: str, blocks: int) -> dict[str, Any]:
         incarnation = f"i{self.incarnations[worker_id]}"

@@ -1,16 +1,18 @@
 -- Puts a ticket into its class's queue. The same attempt again changes nothing.
--- ARGV: attempt, ticket as JSON, lease in ms, most waiting, most waiting tokens.
--- Returns {'admitted', position, order, since, snapshot when it is the head}, {'exists'}, or
+-- ARGV: attempt, ticket as JSON, lease in ms, most waiting, most waiting tokens, settling time in ms.
+-- Returns {'admitted', position, order, since, predicted wait in ms or -1, snapshot when it is the head}, {'exists'},
+-- {'settling', for how many ms}, {'late', predicted wait in ms}, or
 -- {'full', 'requests' or 'tokens', how many wait, after how many ms to retry}.
 local DEFAULT_INTERVAL_MS = 1000
 local attempt, ticket = ARGV[1], cjson.decode(ARGV[2])
 local lease_ms, max_waiting, max_tokens = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local class = ticket.class
-epoch()
+local class, settle_ms = ticket.class, tonumber(ARGV[6])
+local _, age_ms = epoch()
 
 local function admitted(known)
   local ahead = redis.call('HEXISTS', GRANTS, attempt) == 1 and 0 or num_ahead(known, attempt)
-  return {'admitted', ahead, int(known.order), int(known.since), ahead == 0 and snapshot() or {}}
+  local wait_ms = predicted_wait(class, ahead)
+  return {'admitted', ahead, int(known.order), int(known.since), wait_ms, ahead == 0 and snapshot() or {}}
 end
 
 local known = redis.call('HGET', TICKETS, attempt)
@@ -19,6 +21,10 @@ if known then
 end
 if redis.call('HEXISTS', REQUESTS, ticket.request_id) == 1 then
   return {'exists'}
+end
+-- A lost database does not know yet who lives and who waits.
+if age_ms < settle_ms then
+  return {'settling', settle_ms - age_ms}
 end
 
 local waiting = num_waiting(class)
@@ -39,6 +45,10 @@ end
 
 ticket.order = number_after(QUEUE, string.format('%s|%s|%02.0f', class, ticket.tenant, HIGHEST_PRIORITY - ticket.priority))
 ticket.since = now
+local wait_ms = predicted_wait(class, num_ahead(ticket, attempt))
+if ticket.max_wait_ms and wait_ms > ticket.max_wait_ms then
+  return {'late', wait_ms}
+end
 redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
 redis.call('HSET', REQUESTS, ticket.request_id, attempt)
 redis.call('ZADD', LEASES, int(now + lease_ms), attempt)

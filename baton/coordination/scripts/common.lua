@@ -215,6 +215,23 @@ local function num_ahead(ticket, attempt)
   return ahead
 end
 
+-- How long a ticket with so many ahead waits if its class goes on as it did lately, in ms; -1 when nothing is known.
+local function predicted_wait(class, ahead)
+  if ahead == 0 then
+    return 0
+  end
+  local load = redis.call('HMGET', LOAD, 'interval:' .. class, 'granted_at:' .. class)
+  if not load[1] then
+    return -1
+  end
+  local order = string.match(head_member(first_of(TURNS, class)), '^[^|]*|[^|]*|%d+|(%d+)|')
+  local interval, standstill = tonumber(load[1]), now - math.max(number(load[2]), tonumber(order))
+  if standstill > interval then
+    interval = 0.8 * interval + 0.2 * standstill -- as if a grant came now
+  end
+  return math.floor(interval * ahead)
+end
+
 -- Ends a ticket whatever its state; whether there was one. Every ticket ends here and only once.
 local function end_ticket(attempt)
   redis.call('ZREM', LEASES, attempt)
@@ -256,7 +273,35 @@ local function sweep()
   end
 end
 
--- The ticket that each class serves next: {attempt, ticket, prefills of the class now, its place in the turns} each.
+local function is_ready(worker_id)
+  return is_alive(worker_id) and cjson.decode(redis.call('HGET', WORKERS, worker_id)).state == 'ready'
+end
+
+-- The credit that is kept free for the head of a class that stood still for too long: {attempt, class, prefill and
+-- decode with {id, blocks}}, at most one at a time. It ends when the ticket is no head any more or a worker has left.
+local function reservation()
+  local raw = redis.call('HGET', LOAD, 'reserved')
+  if not raw then
+    return nil
+  end
+  local kept = cjson.decode(raw)
+  local seated = first_of(TURNS, kept.class)
+  local member = seated and head_member(seated)
+  if member and string.sub(member, -#kept.attempt - 1) == '|' .. kept.attempt
+    and is_ready(kept.prefill.id) and is_ready(kept.decode.id) then
+    return kept
+  end
+  redis.call('HDEL', LOAD, 'reserved')
+  return nil
+end
+
+-- For how long a class has granted nothing though somebody waited.
+local function standstill(class, ticket)
+  return now - math.max(number(redis.call('HGET', LOAD, 'granted_at:' .. class)), ticket.since)
+end
+
+-- The ticket that each class serves next: {attempt, ticket, prefills of the class now, its place in the turns, how long
+-- the class has stood still} each.
 local function heads()
   local rows = {}
   local clock_of_turns = number(redis.call('HGET', LOAD, 'turn'))
@@ -270,14 +315,18 @@ local function heads()
     local attempt = string.match(member, '^[^|]*|[^|]*|%d+|%d+|(.*)$')
     local load = redis.call('HMGET', LOAD, 'prefills:' .. class, 'turn:' .. class)
     local turn = math.max(clock_of_turns, number(load[2]))
-    rows[#rows + 1] = {attempt, redis.call('HGET', TICKETS, attempt), number(load[1]), string.format('%.6f', turn)}
+    local raw = redis.call('HGET', TICKETS, attempt)
+    rows[#rows + 1] = {
+      attempt, raw, number(load[1]), string.format('%.6f', turn), standstill(class, cjson.decode(raw)),
+    }
     from = '(' .. class .. '}'
   end
 end
 
--- What routing needs: the heads, the workers, and the time in us, by which the newer of two is known.
+-- What routing needs: the heads, the workers, the time in us, by which the newer of two is known, and what is kept.
 local function snapshot()
-  return {heads(), views(), int(clock[1] * 1000000 + clock[2])}
+  local kept = reservation()
+  return {heads(), views(), int(clock[1] * 1000000 + clock[2]), kept and cjson.encode(kept) or ''}
 end
 
 -- The same, or nothing when nobody waits.

@@ -22,6 +22,10 @@ if earlier then
   local message = grant_message(attempt, ticket, cjson.decode(earlier))
   return {message and 'granted' or 'stale', snapshot_if_waiting(), message}
 end
+if ticket.max_wait_ms and now > ticket.since + ticket.max_wait_ms then
+  end_ticket(attempt) -- nobody waits for it any more
+  return {'stale', snapshot_if_waiting()}
+end
 local class = ticket.class
 local seated = first_of(TURNS, class)
 if not seated or head_member(seated) ~= queue_member(ticket, attempt) then
@@ -31,14 +35,18 @@ if max_prefills >= 0 and number(redis.call('HGET', LOAD, 'prefills:' .. class)) 
   return {'prefills', snapshot_if_waiting()}
 end
 
--- One side of the grant when the worker can take it.
+-- One side of the grant when the worker can take it, and what is kept for another ticket beside it.
+local kept = reservation()
 local function side(id, role, blocks)
   local record = is_alive(id) and cjson.decode(redis.call('HGET', WORKERS, id))
   if not record or record.role ~= role or record.state ~= 'ready' then
     return nil
   end
   local held = redis.call('HMGET', CREDIT, id .. ':blocks', id .. ':seqs')
-  if number(held[1]) + blocks > record.num_blocks or number(held[2]) + 1 > record.max_num_seqs then
+  local is_kept = kept and kept.attempt ~= attempt and kept[role].id == id
+  local kept_blocks, kept_seqs = is_kept and kept[role].blocks or 0, is_kept and 1 or 0
+  if number(held[1]) + kept_blocks + blocks > record.num_blocks
+    or number(held[2]) + kept_seqs + 1 > record.max_num_seqs then
     return nil
   end
   return {id = id, incarnation = record.incarnation, blocks = blocks}
@@ -50,6 +58,9 @@ if not prefill or not decode then
   return {'credit', snapshot_if_waiting()}
 end
 
+if kept and kept.attempt == attempt then
+  redis.call('HDEL', LOAD, 'reserved')
+end
 dequeue(ticket, attempt)
 end_turn(class, ticket.tenant)
 charge(prefill)

@@ -10,7 +10,7 @@ import pytest
 from baton.coordination.limits import ClassLimits
 from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
 from baton.core.workers import Grant, Route, WorkerState
-from tests.fixtures.coordination import CLASSES, Stage, record, ticket
+from tests.fixtures.coordination import CLASSES, KEYS, Stage, record, ticket
 
 
 async def nothing_is_granted(*places) -> None:
@@ -348,3 +348,109 @@ async def test_classes_that_only_others_know_are_left_to_them(stage: Stage):
             await chat.granted()
             await long.granted()
         await stage.assert_idle(narrow)
+
+
+@pytest.mark.parametrize("reserve_after_s", [0.2, 60.0])
+async def test_small_load_does_not_starve_a_big_head(stage: Stage, reserve_after_s: float):
+    """Three chats of 10 blocks run and more wait: of 30 blocks 20 are never free at once unless they are kept."""
+    async with (
+        stage.beating("p1", "d1", num_blocks=30),
+        stage.gateway(reserve_after_s=reserve_after_s) as queue,
+        AsyncExitStack() as stack,
+    ):
+        chats = [await stack.enter_async_context(queue.admit(ticket(f"c{i}"))) for i in range(5)]
+        for chat in chats[:3]:
+            await chat.granted()
+        big = await stack.enter_async_context(queue.admit(ticket("big", queue_class="long", prompt_tokens=320)))
+        for index in range(5, 40):
+            if not big.is_waiting:
+                break
+            oldest = next(chat for chat in chats if not chat.is_waiting)
+            await oldest.__aexit__(None, None, None)
+            chats.remove(oldest)
+            chats.append(await stack.enter_async_context(queue.admit(ticket(f"c{index}"))))
+            await asyncio.sleep(0.03)  # the work
+        assert big.is_waiting == (reserve_after_s > 1)
+        if not big.is_waiting:
+            assert 0.2 <= (await big.granted()).queue_s < 1.0
+        assert await queue.check_integrity() == []
+
+
+async def test_what_is_kept_is_one_pairs_and_ends_with_its_ticket(stage: Stage):
+    """Others run on the rest of the pair and on other pairs; when the ticket leaves, all is free again."""
+    await stage.workers("p1", "d1", num_blocks=30)
+    big = ticket("big", queue_class="long", prompt_tokens=480)
+    async with stage.gateway(reserve_after_s=0.1) as queue, queue.admit(ticket("1")) as running:
+        await running.granted()
+        async with queue.admit(big) as place:
+            await stage.eventually(lambda: stage.connection.commands.hget(KEYS.all[10], "reserved"))
+            async with queue.admit(ticket("2")) as chat:
+                await nothing_is_granted(place, chat)
+                await stage.workers("p2", "d2", num_blocks=20)
+                async with asyncio.timeout(2):
+                    grant = await chat.granted()
+                assert (grant.prefill.worker_id, grant.decode.worker_id) == ("p2", "d2")
+                await nothing_is_granted(place)
+        async with queue.admit(ticket("3")) as chat, asyncio.timeout(2):
+            await chat.granted()
+    async with stage.gateway() as queue:
+        await stage.assert_idle(queue)
+
+
+async def test_the_wait_is_predicted_by_what_is_ahead(stage: Stage):
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with stage.gateway() as queue, AsyncExitStack() as stack:
+        running = await stack.enter_async_context(queue.admit(ticket("0")))
+        assert running.predicted_wait_s == 0
+        await running.granted()
+        await stage.connection.commands.hset(KEYS.all[10], mapping={"interval:chat": "2000", "granted_at:chat": "0"})
+        waiting = [await stack.enter_async_context(queue.admit(ticket(str(i)))) for i in (1, 2, 3)]
+        assert [place.predicted_wait_s for place in waiting] == [0, 2, 4]
+        late = ticket("late", max_wait_s=5.5)
+        with pytest.raises(
+            ResourceExhaustedError, match=r"a wait of about 6 s, the request can wait 5\.5 s"
+        ) as refused:
+            await queue.admit(late).__aenter__()
+        assert refused.value.reason == "DEADLINE_UNMEETABLE"
+        assert 0.5 <= refused.value.retry_after_s <= 0.65
+        await stack.enter_async_context(queue.admit(ticket("in time", max_wait_s=6.5)))
+        # Another class is not concerned, nor is a tenant whose turn comes sooner.
+        await stack.enter_async_context(queue.admit(ticket("other", queue_class="long", max_wait_s=0.1)))
+        await stack.enter_async_context(queue.admit(ticket("new", tenant="new", max_wait_s=2.5)))
+
+
+async def test_the_measured_rate_is_the_prediction(stage: Stage):
+    """Requests that take 50 ms each, one at a time: the prediction of the last of a queue comes close to its wait."""
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    errors = []
+    async with stage.gateway() as queue:
+
+        async def serve(name: str) -> None:
+            async with queue.admit(ticket(name)) as place:
+                grant = await place.granted()
+                if place.predicted_wait_s is not None and place.position >= 5:
+                    errors.append(place.predicted_wait_s / grant.queue_s)
+                await asyncio.sleep(0.05)  # the work
+
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(40):
+                tasks.create_task(serve(str(i)))
+                await asyncio.sleep(0.02)
+        assert len(errors) >= 10
+        errors.sort()
+        assert 0.4 < errors[len(errors) // 2] < 1.6
+
+
+async def test_what_has_waited_too_long_is_not_granted(stage: Stage):
+    """Its gateway is stuck and does not take it back: the script drops it before it costs credit."""
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with stage.gateway(tick_s=30.0, lease_s=90.0) as queue, queue.admit(ticket("1")) as running:
+        await running.granted()
+        async with queue.admit(ticket("2", max_wait_s=0.1)) as expired, queue.admit(ticket("3")) as next_one:
+            await asyncio.sleep(0.15)
+            await running.__aexit__(None, None, None)
+            async with asyncio.timeout(2):
+                await next_one.granted()
+            assert expired.is_waiting
+            assert not await stage.connection.commands.hexists(KEYS.all[5], "a-2")
+            assert await queue.check_integrity() == []

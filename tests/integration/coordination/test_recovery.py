@@ -11,7 +11,7 @@ import pytest
 
 from baton.coordination.client import connect
 from baton.coordination.embedded import EmbeddedRedis
-from baton.core.errors import FailedPreconditionError, StartupError, UnavailableError
+from baton.core.errors import AlreadyExistsError, FailedPreconditionError, StartupError, UnavailableError
 from tests.fixtures.coordination import Stage, open_stage, ticket
 
 if TYPE_CHECKING:
@@ -129,6 +129,24 @@ async def test_credit_is_not_given_away_before_all_have_put_back_theirs(private_
                 async with asyncio.timeout(2.5):
                     await waiting.granted()
             assert await granted_is(quick, p1=1, d1=1)
+
+
+async def test_a_live_request_is_not_run_twice_right_after_a_loss(private_redis: PrivateRedis):
+    """Its gateway is slow to put it back; another one is asked for the same request in the meantime."""
+    async with (
+        open_stage(private_redis.url) as stage,
+        stage.beating("p1", "d1"),
+        stage.gateway("slow", settle_s=1.0, tick_s=0.7) as slow,
+        stage.gateway("quick", settle_s=1.0) as quick,
+        slow.admit(ticket("1")) as running,
+    ):
+        await running.granted()
+        private_redis.ask("FLUSHALL")
+        with pytest.raises(AlreadyExistsError):
+            await quick.admit(ticket("again", request_id="r-1")).__aenter__()
+        async with quick.admit(ticket("2")) as other, asyncio.timeout(5):
+            await other.granted()
+        assert await quick.check_integrity() == []
 
 
 async def test_redis_away(private_redis: PrivateRedis):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
     from prometheus_client import CollectorRegistry
 
+    from baton.coordination.client import RedisConnection
     from gateway.served_model import ServedModel
     from gateway.tokenization import Tokenizer
 
@@ -190,6 +191,7 @@ class Deployment:
         self.queue: AdmissionQueue
         self.router: Router
         self.registry: WorkerRegistry
+        self.connection: RedisConnection
         self.stub: gateway_pb2_grpc.GatewayServiceStub
         self.channel: grpc.aio.Channel
         self.address = ""
@@ -272,6 +274,7 @@ async def deployed(
     async with AsyncExitStack() as stack:
         connection = await connect(RedisSettings(url=redis_url))
         stack.push_async_callback(connection.close)
+        parts.connection = connection
         keys = Keys("test", model.name)
         parts.registry = WorkerRegistry(connection, keys)
         channels = ChannelPool(max_message_bytes=4 << 20, tracer=options.tracer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from baton.coordination.keys import Keys
 from baton.core.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from baton.rpc.errors import from_call
 from baton.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, prefill_pb2
@@ -396,6 +397,59 @@ async def test_a_wait_in_the_queue_has_an_end(
         for call in running:
             call.cancel()
         await deployment.assert_idle()
+
+
+async def occupied(deployment: Deployment, interval_ms: int) -> list[Any]:
+    """Four requests that run and two that wait, in a class that was measured to move once in `interval_ms`."""
+    stalling(deployment, "prefill")
+    running = [deployment.stub.Generate(PROMPT) for _ in range(4)]
+    await eventually(lambda: deployment.prefill.num_active == 4)
+    load = Keys("test", deployment.model.name).all[10]
+    fields = {"interval:chat": str(interval_ms), "granted_at:chat": "0"}
+    await deployment.connection.commands.hset(load, mapping=fields)
+    waiting = []
+    for _ in range(2):
+        waiting.append(deployment.stub.Generate(PROMPT))
+        await waiting[-1].read()
+    return running + waiting
+
+
+async def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(deployment: Deployment) -> None:
+    others = await occupied(deployment, 2000)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.stub.Complete(PROMPT, timeout=3.0)
+    error = from_call(caught.value)
+    assert (caught.value.code(), error.reason) == (CODES.RESOURCE_EXHAUSTED, "DEADLINE_UNMEETABLE")
+    assert 1.0 <= error.retry_after_s <= 1.4
+    pushback = dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"]
+    assert int(pushback) == pytest.approx(error.retry_after_s * 1000, abs=1)
+    in_time = deployment.stub.Generate(PROMPT, timeout=10.0)
+    accepted = (await in_time.read()).accepted
+    assert (accepted.queue_position, accepted.predicted_wait_s) == (2, 4.0)
+    for call in [*others, in_time]:
+        call.cancel()
+
+
+async def test_a_request_that_expires_in_the_queue_is_never_computed(deployment: Deployment) -> None:
+    others = await occupied(deployment, 1)
+    call = deployment.stub.Generate(PROMPT, timeout=0.5)
+    assert await failure_of(call) in [(CODES.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")]
+    for other in others:
+        other.cancel()
+    await deployment.assert_idle()
+    assert len(deployment.prefill.requests) <= 6
+
+
+async def test_a_request_that_runs_is_not_run_again(deployment: Deployment) -> None:
+    stalling(deployment, "prefill")
+    request = gateway_pb2.GenerateRequest(text="The sky", request_id="mine")
+    call = deployment.stub.Generate(request)
+    await eventually(lambda: deployment.prefill.num_active == 1)
+    assert await failure_of(deployment.stub.Generate(request)) == (CODES.ALREADY_EXISTS, "REQUEST_ID_LIVE")
+    call.cancel()
+    await deployment.assert_idle()
+    deployment.script.prefill = None
+    await deployment.stub.Complete(request)
 
 
 async def test_a_class_bounds_the_life_of_its_requests(
