@@ -68,7 +68,7 @@ async def _serve_ready(
         host_id=description.host_id,
         fingerprint=facts.fingerprint,
         layout=facts.layout,
-        transports=choice.readable(settings.handover.enabled, settings.engine.device),
+        transports=choice.usable(settings.handover.enabled, settings.engine.device),
         converts_dtype=description.converts_dtype,
     )
     channels = ChannelPool(max_message_bytes=settings.server.max_message_bytes, tracer=host.tracer)

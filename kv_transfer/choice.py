@@ -13,15 +13,15 @@ CHEAPEST_FIRST = (Transport.CUDA_IPC, Transport.SHM, Transport.NCCL, Transport.G
 """No copy but the one into the reader's pool; then a network of the devices' own; then whatever carries gRPC."""
 
 _ONE_HOST = frozenset({Transport.CUDA_IPC, Transport.SHM})
-_FILLS = {
+_FITS = {
     "cuda": frozenset({Transport.CUDA_IPC, Transport.NCCL, Transport.GRPC}),
     "cpu": frozenset({Transport.SHM, Transport.GLOO, Transport.GRPC}),
 }
 
 
-def readable(enabled: Iterable[Transport], device: str) -> tuple[Transport, ...]:
-    """What a reader whose pool is on `device` (`cpu`, `cuda` or `cuda:N`) can offer of what is enabled, in order."""
-    possible = _FILLS[device.partition(":")[0]] & set(enabled)
+def usable(enabled: Iterable[Transport], device: str) -> tuple[Transport, ...]:
+    """What of the enabled ways a pool on `device` (`cpu`, `cuda` or `cuda:N`) can take part in, in order of cost."""
+    possible = _FITS[device.partition(":")[0]] & set(enabled)
     return tuple(transport for transport in CHEAPEST_FIRST if transport in possible)
 
 

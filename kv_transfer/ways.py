@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.descriptor import GrpcHandle, ShmHandle
-from kv_transfer.errors import NoTransportError
+from kv_transfer.cuda_ipc import CudaIpcReader
+from kv_transfer.descriptor import CudaIpcHandle, DistHandle, GrpcHandle, ShmHandle
+from kv_transfer.dist_reader import DistReader
 from kv_transfer.grpc_reader import GrpcReader
 from kv_transfer.shm import ShmReader
 
@@ -38,6 +39,10 @@ class ReaderFactory:
         match handle:
             case ShmHandle():
                 return ShmReader.open(pool, handle)
+            case CudaIpcHandle():
+                return CudaIpcReader.open(pool, handle)
+            case DistHandle():
+                return DistReader(pool, handle, timeout_s=self.timeout_s)
             case GrpcHandle():
                 return GrpcReader(
                     pool,
@@ -46,4 +51,3 @@ class ReaderFactory:
                     max_message_bytes=self.max_message_bytes,
                     timeout_s=self.timeout_s,
                 )
-        raise NoTransportError(f"{handle.transport.value} is not known here")

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 async def serve(settings: PrefillWorkerSettings, stop: asyncio.Event) -> None:
     """Runs a prefill worker until `stop` is set."""
     async with WorkerHost.open(settings) as host:
-        spec = PrefillSpec(settings=settings, incarnation=host.incarnation)
+        spec = PrefillSpec(settings=settings, incarnation=host.incarnation, pair_key=new_key())
         try:
             async with host.engine(run_prefill_engine, spec, stop) as process:
                 if process is not None:
-                    await _serve_ready(settings, host, process, stop)
+                    await _serve_ready(settings, host, process, stop, PairSecrets(spec.pair_key))
         finally:
             # An engine that was killed could not unlink its segment.
             reap_stale_segments()
@@ -50,6 +50,7 @@ async def _serve_ready(
     host: WorkerHost,
     process: EngineProcess[PrefillCommand, EventBatch],
     stop: asyncio.Event,
+    secrets: PairSecrets,
 ) -> None:
     facts: PrefillFacts = process.facts
     engine: EngineClient[PrefillEvent] = EngineClient(process, SystemClock())
@@ -79,7 +80,7 @@ async def _serve_ready(
     )
     host.server.add(
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
-        _kv_transfer_servicer(settings, facts, endpoint, leases),
+        _kv_transfer_servicer(settings, facts, endpoint, secrets, leases),
         kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"],
     )
     await host.server.start()
@@ -87,7 +88,7 @@ async def _serve_ready(
 
 
 def _kv_transfer_servicer(
-    settings: PrefillWorkerSettings, facts: PrefillFacts, endpoint: Endpoint, leases: LiveLeases
+    settings: PrefillWorkerSettings, facts: PrefillFacts, endpoint: Endpoint, secrets: PairSecrets, leases: LiveLeases
 ) -> KvTransferServicer:
     """Offers the ways that lead to the engine's pool and are enabled, and gRPC where this process can map the pool."""
     handles: list[PoolHandle] = [*facts.handles]
@@ -99,7 +100,7 @@ def _kv_transfer_servicer(
                 endpoint.peer, endpoint.layout, handle, max_message_bytes=settings.server.max_message_bytes
             )
     enabled = [handle for handle in handles if handle.transport in settings.handover.enabled]
-    return KvTransferServicer(endpoint, enabled, PairSecrets(new_key()), leases, stream)
+    return KvTransferServicer(endpoint, enabled, secrets, leases, stream)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.core.clock import SystemClock
@@ -11,6 +11,8 @@ from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.start_up import load
 from kv_transfer.lease import LeaseTable
+from kv_transfer.pairs import PairSecrets
+from kv_transfer.segment import SegmentSpec
 from prefill_worker.engine_core import PrefillCore
 
 if TYPE_CHECKING:
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec:
-    """What the engine process is started with."""
+    """What the engine process is started with. `pair_key` is what both processes check readers' secrets with."""
 
     settings: PrefillWorkerSettings
     incarnation: str
+    pair_key: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,29 +46,40 @@ class PrefillFacts:
 def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: PrefillSpec) -> None:
     """The engine process's whole life. However it ends, the segment is unlinked, but for SIGKILL: then by the next."""
     from baton.engine.kv_pool import KVPool
-    from kv_transfer.shm import ShmPool
+    from kv_transfer.source import DistPlace, SourcePool
 
     settings = spec.settings
     setup_logging(settings.telemetry, "prefill_engine")
-    segments: list[ShmPool] = []
+    pools: list[SourcePool] = []
 
     def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
-        segment = ShmPool.create(
-            layout, num_blocks, incarnation=spec.incarnation, num_slots=settings.limits.max_num_seqs
+        segment = SegmentSpec(
+            layout=layout,
+            num_blocks=num_blocks,
+            num_slots=settings.limits.max_num_seqs,
+            incarnation=spec.incarnation,
         )
-        segments.append(segment)
-        return KVPool(layout, num_blocks, storage=segment.storage)
+        pool = SourcePool.create(segment, settings.engine.device)
+        pools.append(pool)
+        return KVPool(layout, num_blocks, storage=pool.storage)
 
     try:
         loaded = load(settings.model, settings.engine, make_pool)
-        (segment,) = segments
+        (pool,) = pools
         clock = SystemClock()
-        leases = LeaseTable(segment.fences, clock, lease_s=settings.lease.lease_s)
+        leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
         core = PrefillCore(blocks, settings.limits, leases, clock)
-        channel.ready(PrefillFacts(engine=loaded.facts, handles=(segment.handle,)))
+        server = settings.server
+        place = DistPlace(
+            host=server.host,
+            advertised_host=server.advertise_host or server.host,
+            timeout_s=settings.handover.timeout_s,
+        )
+        pool.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
+        channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))
         EngineLoop(core, loaded.executor, clock).run(channel)
         leases.end_all()
     finally:
-        for segment in segments:
-            segment.close()
+        for pool in pools:
+            pool.close()

@@ -31,7 +31,7 @@ FINGERPRINT = ModelFingerprint(model="m", weights="w1", tokenizer="t1", dtype="b
 HANDLE = ShmHandle(segment="baton-" + "a" * 32, num_blocks=64)
 PREFILL = Endpoint(peer=PeerKey("prefill-1", "life-1"), host_id="host", fingerprint=FINGERPRINT, layout=LAYOUT)
 DECODE = replace(
-    PREFILL, peer=PeerKey("decode-1", "life-9"), transports=choice.readable([Transport.SHM, Transport.GRPC], "cpu")
+    PREFILL, peer=PeerKey("decode-1", "life-9"), transports=choice.usable([Transport.SHM, Transport.GRPC], "cpu")
 )
 SECRETS = PairSecrets(new_key())
 HELD = HeldCache(lease_id="lease", slot=0, generation=1, block_ids=(5, 6))

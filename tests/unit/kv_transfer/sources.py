@@ -7,6 +7,7 @@ import threading
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import grpc
 import torch
@@ -17,8 +18,12 @@ from baton.engine.kv_pool import KVPool
 from baton.rpc.errors import from_call
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.v1 import kv_transfer_pb2_grpc
+from kv_transfer import dist_source
 from kv_transfer.block_stream import BlockStream, Piece
-from kv_transfer.descriptor import GrpcHandle, KVDescriptor, PeerKey, PeerPool
+from kv_transfer.descriptor import GrpcHandle, KVDescriptor, PeerKey, PeerPool, Transport
+from kv_transfer.destination import flat_blocks
+from kv_transfer.dist_reader import DistReader
+from kv_transfer.dist_source import DistSource
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.grpc_reader import GrpcReader
 from kv_transfer.handshake import Endpoint
@@ -27,6 +32,7 @@ from kv_transfer.memory import MemoryPool
 from kv_transfer.pairs import PairSecrets, new_key
 from kv_transfer.service import KvTransferServicer
 from kv_transfer.shm import ShmPool, ShmReader
+from kv_transfer.source import DistPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -225,7 +231,45 @@ def grpc_source(*, max_message_bytes: int = 4 * 2**20) -> Iterator[Source]:
         )
 
 
-SOURCES = {"memory": memory_source, "shm": shm_source, "grpc": grpc_source}
+@contextmanager
+def gloo_source() -> Iterator[Source]:
+    shm = ShmPool.create(LAYOUT, NUM_BLOCKS, incarnation=PEER.incarnation, num_slots=NUM_SLOTS)
+    leases = LeaseTable(shm.fences, ManualClock(), lease_s=5.0)
+    secrets = PairSecrets(new_key())
+    actions: list[Callable[[], None]] = []
+
+    class HookedSource(DistSource):
+        def is_live(self, lease):
+            for action in actions:
+                action()
+            return super().is_live(lease)
+
+    place = DistPlace(host="127.0.0.1", advertised_host="127.0.0.1", timeout_s=TIMEOUT_S)
+    pool = _filled(shm.storage)
+    source = HookedSource(Transport.GLOO, flat_blocks(pool.tensor), leases.find, secrets, place)
+    peer_pool = PeerPool(peer=PEER, layout=LAYOUT, address="", secret=secrets.mint(), handles=(source.handle,))
+    with ExitStack() as stack:
+        stack.callback(shm.close)
+        stack.callback(source.close)
+
+        def corrupt() -> None:
+            patch = mock.patch.object(dist_source, "checksum", return_value=1)
+            patch.start()
+            stack.callback(patch.stop)
+
+        yield Source(
+            pool,
+            leases,
+            lambda: DistReader(peer_pool, source.handle, timeout_s=TIMEOUT_S),
+            shm.close,
+            actions.append,
+            corrupt=corrupt,
+            mint=secrets.mint,
+            name="gloo",
+        )
+
+
+SOURCES = {"memory": memory_source, "shm": shm_source, "grpc": grpc_source, "gloo": gloo_source}
 ADDRESSED = {"memory": memory_source, "shm": shm_source}
 
 

@@ -34,7 +34,7 @@ ALL = tuple(Transport)
     ],
 )
 def test_a_reader_offers_what_can_fill_its_memory_cheapest_first(enabled, device, names):
-    assert [transport.value for transport in choice.readable(enabled, device)] == names
+    assert [transport.value for transport in choice.usable(enabled, device)] == names
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_reader_offers_what_can_fill_its_memory_cheapest_first(enabled, device
     ],
 )
 def test_the_source_answers_with_what_both_have_by_host_and_device(handles, device, same_host, expected):
-    assert choice.common_handles(handles, choice.readable(ALL, device), same_host=same_host) == expected
+    assert choice.common_handles(handles, choice.usable(ALL, device), same_host=same_host) == expected
 
 
 def test_the_readers_order_counts():
