@@ -16,7 +16,7 @@ from baton.worker.life import WorkerLife
 from baton.worker.metrics import LoadMetrics
 from decode_worker.engine_process import DecodeSpec, run_decode_engine
 from decode_worker.peers import EnginePeers
-from decode_worker.service import DecodeServicer
+from decode_worker.service import DecodeLimits, DecodeServicer
 from decode_worker.settings import DecodeWorkerSettings
 from kv_transfer import choice
 from kv_transfer.calls import SourceCalls
@@ -82,7 +82,7 @@ async def _serve_ready(
                     peers,
                     (life, description),
                     (host.tracer, host.instruments),
-                    max_waiting=settings.max_waiting,
+                    limits=DecodeLimits(max_waiting=settings.max_waiting, max_unread_tokens=settings.max_unread_tokens),
                 ),
                 decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
             )

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 from baton.core.errors import CancelledError, ServingError
 from baton.engine.token_rules import TokenRules
 from baton.worker.engine_loop import EngineStats
-from decode_worker.messages import Accept, Cancel, Failed, Finished, ForgetPeer, HandedOver, OpenPeer, Token
+from decode_worker.messages import (
+    Accept,
+    Cancel,
+    Failed,
+    Finished,
+    ForgetPeer,
+    HandedOver,
+    OpenPeer,
+    Park,
+    Resume,
+    Token,
+)
 from decode_worker.scheduler import DecodeScheduler, DecodeSequence
 
 if TYPE_CHECKING:
@@ -91,6 +102,10 @@ class DecodeCore:
             case Cancel():
                 if self._scheduler.remove(command.attempt_id) is not None:
                     self._end(Failed(attempt_id=command.attempt_id, error=_cancelled()))
+            case Park():
+                self._scheduler.park(command.attempt_id)
+            case Resume():
+                self._scheduler.resume(command.attempt_id)
             case OpenPeer():
                 self._copier.open_peer(command.pool)
             case ForgetPeer():
@@ -152,6 +167,7 @@ class DecodeCore:
         return EngineStats(
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
+            num_held=self._scheduler.num_parked,
             num_used_blocks=self._pool.num_used,
         )
 

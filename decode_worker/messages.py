@@ -53,6 +53,20 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Park:
+    """The attempt's reader is behind: no more tokens for now. Harmless when it has ended."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The attempt's reader has caught up. Harmless when it has ended or was not parked."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
     """The KV cache is in this worker's pool; the source's may go. The sequence joins the next step."""
 
@@ -95,5 +109,5 @@ class Failed:
     error: ServingError
 
 
-DecodeCommand = OpenPeer | ForgetPeer | Accept | Cancel
+DecodeCommand = OpenPeer | ForgetPeer | Accept | Cancel | Park | Resume
 DecodeEvent = HandedOver | Token | Finished | Failed

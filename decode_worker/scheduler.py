@@ -3,6 +3,9 @@
 A sequence gets the blocks of its prompt and of all tokens it may generate when it is taken in, in order of
 arrival: whatever runs can run to its end, and nothing is ever preempted. After its KV cache was copied it takes
 part in every step, so a step's batch is simply everything that runs.
+
+A sequence whose reader is behind is parked: it leaves the batch and keeps its slot and its blocks, so that it can come
+back at any step.
 """
 
 from __future__ import annotations
@@ -57,10 +60,11 @@ class DecodeScheduler:
     def __init__(self, pool: BlockPool, max_num_seqs: int) -> None:
         self._pool = pool
         self._max_num_seqs = max_num_seqs
-        # In order of arrival. An attempt is in exactly one of the three.
+        # In order of arrival. An attempt is in exactly one of the four.
         self._waiting: dict[str, DecodeSequence] = {}
         self._copying: dict[str, DecodeSequence] = {}
         self._running: dict[str, DecodeSequence] = {}
+        self._parked: dict[str, DecodeSequence] = {}
         self._condemned: set[str] = set()
 
     @property
@@ -72,6 +76,11 @@ class DecodeScheduler:
     def num_running(self) -> int:
         """Sequences in the batch."""
         return len(self._running)
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that wait for their readers."""
+        return len(self._parked)
 
     @property
     def has_step(self) -> bool:
@@ -107,6 +116,16 @@ class DecodeScheduler:
         self._pool.free(attempt_id, sequence.block_table)
         return False
 
+    def park(self, attempt_id: str) -> None:
+        """Takes a sequence out of the batch. Harmless when it does not run; allowed during a step."""
+        if sequence := self._running.pop(attempt_id, None):
+            self._parked[attempt_id] = sequence
+
+    def resume(self, attempt_id: str) -> None:
+        """Puts a parked sequence back into the next step's batch. Harmless when it is not parked."""
+        if sequence := self._parked.pop(attempt_id, None):
+            self._running[attempt_id] = sequence
+
     def plan(self) -> BatchPlan:
         """The next step; without slices when nothing runs."""
         return BatchPlan(
@@ -128,7 +147,8 @@ class DecodeScheduler:
         """Takes a step for done. A sequence that finished stays until `remove`; removed ones are passed over."""
         produced = []
         for piece, token_id in zip(plan.slices, tokens, strict=True):
-            sequence = self._running.get(piece.attempt_id)
+            # One that was parked during the step has its token all the same.
+            sequence = self._running.get(piece.attempt_id) or self._parked.get(piece.attempt_id)
             if sequence is None:
                 continue
             assert token_id is not None, f"{piece.attempt_id}: a decode step without a token"
@@ -157,13 +177,16 @@ class DecodeScheduler:
         if attempt_id in self._copying:
             self._condemned.add(attempt_id)
             return None
-        sequence = self._waiting.pop(attempt_id, None) or self._running.pop(attempt_id, None)
+        sequence = None
+        for attempts in (self._waiting, self._running, self._parked):
+            sequence = sequence or attempts.pop(attempt_id, None)
         if sequence is not None and sequence.block_table:
             self._pool.free(attempt_id, sequence.block_table)
         return sequence
 
     def _can_take_in(self) -> bool:
-        if not self._waiting or len(self._copying) + len(self._running) >= self._max_num_seqs:
+        num_slots = len(self._copying) + len(self._running) + len(self._parked)
+        if not self._waiting or num_slots >= self._max_num_seqs:
             return False
         return self._num_blocks(next(iter(self._waiting.values()))) <= self._pool.num_free
 

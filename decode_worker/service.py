@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ResourceExhaustedError, ServingError
@@ -11,6 +13,7 @@ from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker import requests
 from decode_worker.messages import Accept, Cancel, Failed, Finished, HandedOver
+from decode_worker.pacing import Pacer
 from decode_worker.token_stream import TokenRun, in_runs
 from kv_transfer import wire
 from kv_transfer.lease import LeaseOutcome
@@ -38,6 +41,14 @@ _REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """Most attempts inside the worker, and most tokens of one that its reader has not taken."""
+
+    max_waiting: int
+    max_unread_tokens: int
+
+
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves gateways. Whatever becomes of a call, the source of its KV cache hears that it may have its own back."""
 
@@ -48,13 +59,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         worker: tuple[WorkerLife, WorkerDescription],
         telemetry: tuple[Tracer, WorkerInstruments],
         *,
-        max_waiting: int,
+        limits: DecodeLimits,
     ) -> None:
         self._engine = engine
         self._peers = peers
         self._life, self._description = worker
         self._tracer, self._instruments = telemetry
-        self._max_waiting = max_waiting
+        self._max_waiting = limits.max_waiting
+        self._pacer = Pacer(engine.control, max_unread_tokens=limits.max_unread_tokens)
+        engine.add_observer(self._pacer.observe)
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
@@ -65,16 +78,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise AlreadyExistsError(f"attempt {request.attempt_id} runs already", reason="ATTEMPT_EXISTS")
         accept = self._admit(request, kv)
         attempt: Attempt[DecodeEvent] | None = None
+        following = ExitStack()
         try:
             async with self._peers.hold(kv) as lease:
+                take_as_read = following.enter_context(self._pacer.follow(accept.attempt_id))
                 attempt = self._engine.start(accept.attempt_id, accept)
                 handed_over = await attempt.next_event()
                 if isinstance(handed_over, HandedOver):
                     lease.consumed()
             yield self._respond(handed_over)
             async for item in in_runs(attempt):
-                yield self._respond(item)
+                yield self._respond(item)  # waits while the reader has no room for it
+                if isinstance(item, TokenRun):
+                    take_as_read(len(item.token_ids))
         finally:
+            following.close()
             if attempt is not None and not attempt.is_over:
                 self._engine.control(Cancel(attempt_id=accept.attempt_id))
 

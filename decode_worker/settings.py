@@ -21,6 +21,11 @@ class DecodeWorkerSettings(WorkerSettings):
         pattern=WORKER_ID_PATTERN,
         description="Unique name, stable over restarts; default: decode-<host name>, so set it for two on one host",
     )
+    max_unread_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="A sequence leaves the batch while more tokens of it than this wait for their reader, tokens",
+    )
 
     @model_validator(mode="after")
     def _check_batch_fits_budget(self) -> Self:

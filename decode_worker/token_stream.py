@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # A relay of one process carries some thousand messages a second; people do not see 5 ms.
 _SHORTEST_GAP_S = 0.005
+# After a pause the backlog goes in messages of this size, so that none is large.
+_MAX_RUN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ async def in_runs(attempt: Attempt[DecodeEvent]) -> AsyncIterator[TokenRun | Dec
             await asyncio.sleep(gap_s)
         run = TokenRun(event.position, [])
         run.append(event)
-        while isinstance(following := attempt.peek(), Token):
+        while len(run.token_ids) < _MAX_RUN_TOKENS and isinstance(following := attempt.peek(), Token):
             await attempt.next_event()
             run.append(following)
         last_sent_s = loop.time()

@@ -28,7 +28,7 @@ from gateway.service import GatewayServicer, RequestSettings
 from gateway.session import SessionServices
 from gateway.settings import GatewaySettings, QueueSettings
 from gateway.tokenization import Tokenizer, TokenizerPool
-from gateway.worker_calls import WorkerCalls
+from gateway.worker_calls import LOOKAHEAD_BYTES, WorkerCalls
 
 if TYPE_CHECKING:
     from gateway.served_model import ServedModel
@@ -52,7 +52,11 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             stack.push_async_callback(asyncio.to_thread, metrics.close)
         connection = await connect(settings.redis)
         stack.push_async_callback(connection.close)
-        channels = ChannelPool(max_message_bytes=settings.server.max_message_bytes, tracer=tracing.tracer)
+        channels = ChannelPool(
+            max_message_bytes=settings.server.max_message_bytes,
+            tracer=tracing.tracer,
+            lookahead_bytes=LOOKAHEAD_BYTES,
+        )
         stack.push_async_callback(channels.close)
         pool = TokenizerPool(
             tokenizer, num_threads=settings.limits.tokenizer_threads, max_pending=settings.limits.max_pending_texts

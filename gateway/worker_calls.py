@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from baton.v1 import common_pb2, kv_transfer_pb2
 
 _END_WAIT_S = 1.0
+# What a worker's stream may be ahead of its reader: about a hundred messages of tokens. A client that does not read
+# thus holds up its own sequence in the worker; nothing gathers in between.
+LOOKAHEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 class ChannelPool:
     """Owns the channels; belongs to one event loop. `close` ends them all."""
 
-    def __init__(self, *, max_message_bytes: int, tracer: Tracer) -> None:
+    def __init__(self, *, max_message_bytes: int, tracer: Tracer, lookahead_bytes: int | None = None) -> None:
+        """With `lookahead_bytes` a peer's stream may be about as far ahead of its reader and no further."""
         self._options = client_options(max_message_bytes)
+        if lookahead_bytes is not None:
+            # Without this the window grows to megabytes, and a writer never notices that nobody reads.
+            self._options += [("grpc.http2.lookahead_bytes", lookahead_bytes), ("grpc.http2.bdp_probe", 0)]
         self._tracer = tracer
         self._channels: dict[str, grpc.aio.Channel] = {}
 

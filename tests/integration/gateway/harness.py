@@ -38,7 +38,7 @@ from gateway.routing import Router
 from gateway.service import GatewayServicer, RequestSettings
 from gateway.session import SessionServices
 from gateway.tokenization import TokenizerPool
-from gateway.worker_calls import WorkerCalls
+from gateway.worker_calls import LOOKAHEAD_BYTES, WorkerCalls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -277,7 +277,7 @@ async def deployed(
         parts.connection = connection
         keys = Keys("test", model.name)
         parts.registry = WorkerRegistry(connection, keys)
-        channels = ChannelPool(max_message_bytes=4 << 20, tracer=options.tracer)
+        channels = ChannelPool(max_message_bytes=4 << 20, tracer=options.tracer, lookahead_bytes=LOOKAHEAD_BYTES)
         stack.push_async_callback(channels.close)
         parts.pool = TokenizerPool(tokenizer, num_threads=1, max_pending=options.max_pending_texts)
         stack.callback(parts.pool.close)

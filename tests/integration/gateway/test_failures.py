@@ -21,6 +21,7 @@ from tests.integration.gateway.harness import (
     eventually,
     finished,
     handover,
+    ids_of,
     text_of,
     tokens,
 )
@@ -450,6 +451,36 @@ async def test_a_request_that_runs_is_not_run_again(deployment: Deployment) -> N
     await deployment.assert_idle()
     deployment.script.prefill = None
     await deployment.stub.Complete(request)
+
+
+async def test_a_client_that_does_not_read_stops_only_its_own_worker_stream(deployment: Deployment) -> None:
+    sent: dict[str, int] = {}
+
+    async def endless(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield handover()
+        deployment.decode.release(request)
+        for position in range(request.kv.num_tokens + 1, request.kv.num_tokens + request.max_tokens):
+            yield tokens(position, 101)
+            sent[request.attempt_id] = sent.get(request.attempt_id, 0) + 1
+        yield finished()
+
+    deployment.script.decode = endless
+    request = gateway_pb2.GenerateRequest(
+        text="The sky", stop=common_pb2.StopConditions(max_tokens=3000, ignore_eos=True)
+    )
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(deployment.address, options=small_window) as channel:
+        unread = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
+        await eventually(lambda: sent)
+        (slow,) = sent
+        # Others run to their ends meanwhile, far beyond where this one stands.
+        answer = await deployment.stub.Complete(request)
+        assert len(answer.token_ids) == 3000
+        held_at = sent[slow]
+        await deployment.stub.Complete(request)
+        assert sent[slow] == held_at < 1000
+        # When it reads, nothing is missing.
+        assert len(ids_of(await events_of(unread))) == 3000
 
 
 async def test_a_class_bounds_the_life_of_its_requests(

@@ -10,7 +10,18 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
 from decode_worker.engine_core import CopyDone, DecodeCore
-from decode_worker.messages import Accept, Cancel, Failed, Finished, ForgetPeer, HandedOver, OpenPeer, Token
+from decode_worker.messages import (
+    Accept,
+    Cancel,
+    Failed,
+    Finished,
+    ForgetPeer,
+    HandedOver,
+    OpenPeer,
+    Park,
+    Resume,
+    Token,
+)
 from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
 from kv_transfer.errors import StaleLeaseError
 from kv_transfer.transport import ReadResult
@@ -205,3 +216,38 @@ def test_peers_are_opened_and_forgotten(bench):
     assert bench.copier.peers == [pool]
     bench.turn(ForgetPeer(peer=pool.peer))
     assert bench.copier.peers == []
+
+
+def test_a_parked_sequence_keeps_its_slot_and_blocks_and_goes_on_where_it_was(bench):
+    whole = Bench()
+    expected = whole.join(accept("a", max_tokens=8)) + whole.run_dry()
+    events = bench.join(accept("a", max_tokens=8)) + bench.turn(accept("b", max_tokens=12))
+    bench.copier.finish("b")
+    events += bench.turn()
+    used = bench.pool.num_used
+    # A step that runs when the command comes counts; the next one goes without it.
+    events += bench.turn(after_step=[Park(attempt_id="a"), Park(attempt_id="a")])
+    assert {event.attempt_id for event in bench.turn()} == {"b"}
+    assert (bench.core.stats.num_held, bench.core.stats.num_running, bench.pool.num_used) == (1, 1, used)
+    bench.turn(accept("c"))
+    bench.turn(accept("d"))
+    assert list(bench.copier.started) == ["c"]  # three slots
+    bench.turn(Cancel(attempt_id="b"), Cancel(attempt_id="d"))
+    assert bench.core.idle_s is None
+    events += bench.turn(Resume(attempt_id="a")) + bench.run_dry()
+    assert [event for event in events if event.attempt_id == "a"] == expected
+    bench.copier.finish("c")
+    bench.turn(Park(attempt_id="c"), Cancel(attempt_id="c"))
+    bench.core.check_integrity()
+
+
+def test_only_parked_sequences_are_no_work_and_a_cancel_frees_them(bench):
+    bench.join(accept("a", max_tokens=8))
+    bench.turn(Park(attempt_id="a"))
+    assert bench.core.idle_s is None
+    assert not bench.core.stats.has_work
+    assert not bench.core.stats.is_idle
+    (event,) = bench.turn(Cancel(attempt_id="a"))
+    assert isinstance(event, Failed)
+    bench.turn(Resume(attempt_id="a"), Park(attempt_id="a"))
+    bench.core.check_integrity()
