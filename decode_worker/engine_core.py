@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from baton.core.clock import Clock
     from baton.engine.batch import BatchPlan, StepOutput
     from baton.engine.block_pool import BlockPool
+    from baton.structure.compiler import StructureCompiler
     from decode_worker.messages import DecodeCommand, DecodeEvent
     from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
     from kv_transfer.transport import ReadResult
@@ -69,10 +70,18 @@ class Copier(Protocol):
 class DecodeCore:
     """The books of a decode engine (an `EngineCore`)."""
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, copier: Copier, clock: Clock) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        copier: Copier,
+        clock: Clock,
+        structures: StructureCompiler | None = None,
+    ) -> None:
         self._pool = pool
         self._copier = copier
         self._clock = clock
+        self._structures = structures
         self._scheduler = DecodeScheduler(pool, max_num_seqs)
         self._attempts: dict[str, _Attempt] = {}
         self._events: list[DecodeEvent] = []
@@ -81,24 +90,7 @@ class DecodeCore:
         """Applies a command. Cancel is harmless when what it names has ended."""
         match command:
             case Accept():
-                assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
-                self._attempts[command.attempt_id] = _Attempt(kv=command.kv, arrived_s=self._clock.monotonic_s())
-                self._scheduler.add(
-                    DecodeSequence(
-                        attempt_id=command.attempt_id,
-                        num_prompt_tokens=command.kv.num_tokens,
-                        last_token_id=command.first_token_id,
-                        sampling=command.sampling,
-                        stop=command.stop,
-                        rules=TokenRules.start(
-                            command.sampling,
-                            command.stop,
-                            prompt_ids=command.prompt_ids,
-                            output_ids=[command.first_token_id],
-                        ),
-                        top_logprobs=command.top_logprobs,
-                    )
-                )
+                self._accept(command)
             case Cancel():
                 if self._scheduler.remove(command.attempt_id) is not None:
                     self._end(Failed(attempt_id=command.attempt_id, error=_cancelled()))
@@ -133,7 +125,10 @@ class DecodeCore:
                     logprobs=output.logprobs.get(new.attempt_id) if output.logprobs else None,
                 )
             )
-            if new.finish_reason is not None:
+            if new.error is not None:
+                self._scheduler.remove(new.attempt_id)
+                self._end(Failed(attempt_id=new.attempt_id, error=new.error))
+            elif new.finish_reason is not None:
                 sequence = self._scheduler.remove(new.attempt_id)
                 assert sequence is not None, f"{new.attempt_id} finished and is not here"
                 self._end(
@@ -176,6 +171,40 @@ class DecodeCore:
         self._pool.check_integrity()
         assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
         assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+
+    def _accept(self, command: Accept) -> None:
+        assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
+        try:
+            rules = self._rules(command)
+        except ServingError as error:
+            self._events.append(Failed(attempt_id=command.attempt_id, error=error))
+            return
+        self._attempts[command.attempt_id] = _Attempt(kv=command.kv, arrived_s=self._clock.monotonic_s())
+        self._scheduler.add(
+            DecodeSequence(
+                attempt_id=command.attempt_id,
+                num_prompt_tokens=command.kv.num_tokens,
+                last_token_id=command.first_token_id,
+                sampling=command.sampling,
+                stop=command.stop,
+                rules=rules,
+                top_logprobs=command.top_logprobs,
+            )
+        )
+
+    def _rules(self, command: Accept) -> TokenRules | None:
+        """The state in which the prefill worker left the sequence, made anew from its tokens."""
+        matcher = None
+        if command.structure is not None:
+            assert self._structures is not None, "the service takes no structures"
+            matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
+        return TokenRules.start(
+            command.sampling,
+            command.stop,
+            prompt_ids=command.prompt_ids,
+            output_ids=[command.first_token_id],
+            matcher=matcher,
+        )
 
     def _end_copy(self, done: CopyDone) -> None:
         joined = self._scheduler.end_copy(done.attempt_id, join=not isinstance(done.result, ServingError))

@@ -57,7 +57,11 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
     try:
         clock = SystemClock()
         core = DecodeCore(
-            BlockPool(facts.num_blocks, facts.layout.block_size), settings.engine.max_num_seqs, copier, clock
+            BlockPool(facts.num_blocks, facts.layout.block_size),
+            settings.engine.max_num_seqs,
+            copier,
+            clock,
+            loaded.structures,
         )
         channel.ready(facts)
         EngineLoop(core, loaded.executor, clock).run(channel)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from baton.core.errors import ServingError
-    from baton.core.generation import FinishReason, SamplingParams, StopRule, TokenLogprobs
+    from baton.core.generation import FinishReason, SamplingParams, StopRule, Structure, TokenLogprobs
     from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
 
 
@@ -43,6 +43,7 @@ class Accept:
     stop: StopRule
     prompt_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.core.errors import ServingError
 from baton.engine.batch import BatchPlan, SequenceSlice
+from baton.engine.token_rules import take_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,12 +48,16 @@ class DecodeSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewToken:
-    """A token that a step produced; `finish_reason` is set when it is its sequence's last."""
+    """A token that a step produced; `finish_reason` is set when it is its sequence's last.
+
+    With an `error` the sequence cannot go on after it.
+    """
 
     attempt_id: str
     position: int
     token_id: int
     finish_reason: FinishReason | None
+    error: ServingError | None
 
 
 class DecodeScheduler:
@@ -155,15 +161,18 @@ class DecodeScheduler:
             sequence.last_token_id = token_id
             sequence.num_generated += 1
             sequence.num_steps += 1
-            if sequence.rules is not None:
-                sequence.rules.append(token_id)
-            reason = sequence.stop.finish_reason(token_id, sequence.num_generated)
+            reason, error = None, None
+            try:
+                reason = take_token(sequence.rules, sequence.stop, token_id, sequence.num_generated)
+            except ServingError as failure:
+                error = failure
             produced.append(
                 NewToken(
                     attempt_id=piece.attempt_id,
                     position=sequence.last_position,
                     token_id=token_id,
                     finish_reason=reason,
+                    error=error,
                 )
             )
         return produced

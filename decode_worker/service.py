@@ -129,6 +129,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             sampling=sampling,
             stop=stop,
             prompt_ids=_read_prompt(request, sampling, vocab_size=facts.vocab_size),
+            structure=requests.read_structure(request, facts),
             top_logprobs=read_top("top_logprobs", request.top_logprobs if request.HasField("top_logprobs") else None),
         )
 

@@ -146,6 +146,7 @@ class Session:
                 token_ids=token_ids,
                 sampling=self._request.sampling,
                 logprobs=self._request.logprobs,
+                structure=self._request.structure,
                 stop=stop,
             )
             async with self._prefill(grant, attempt, emit) as (call, first):
@@ -162,6 +163,8 @@ class Session:
     async def _tokenize(self) -> tuple[int, ...]:
         prompt = self._request.prompt
         with self._phase("tokenize"):
+            if self._request.structure is not None:
+                await self._services.tokenizer.check_structure(self._request.structure)
             if isinstance(prompt, TextPrompt):
                 token_ids = tuple(await self._services.tokenizer.encode(prompt.text))
             elif isinstance(prompt, ChatPrompt):

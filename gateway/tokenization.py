@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from baton.core.errors import InvalidArgumentError, ResourceExhaustedError, StartupError
+from baton.core.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, StartupError
+from baton.structure.compiler import StructureCompiler
 from gateway.detokenizer import DetokenizerFactory
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from baton.core.generation import Structure
     from gateway.detokenizer import Detokenizer
 
 T = TypeVar("T")
@@ -41,8 +43,9 @@ class ChatMessage:
 class Tokenizer:
     """The tokenizer of one model. Its methods block (milliseconds for long texts) and are safe to call from threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, structures: StructureCompiler | None = None) -> None:
         self._tokenizer = tokenizer
+        self._structures = structures
         self._backend = tokenizer.backend_tokenizer
         added_tokens = self._backend.get_added_tokens_decoder()
         special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
@@ -56,9 +59,10 @@ class Tokenizer:
         if not file.is_file():
             raise StartupError(f"{file}: no such file")
         try:
-            return cls(PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True))
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # the library raises bare Exceptions for broken files
             raise StartupError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+        return cls(tokenizer, StructureCompiler.load(folder))
 
     @property
     def has_chat_template(self) -> bool:
@@ -88,6 +92,12 @@ class Tokenizer:
         """Text of ids."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
         return text
+
+    def check_structure(self, structure: Structure) -> None:
+        """InvalidArgumentError when no output can have this form; FailedPreconditionError when none is supported."""
+        if self._structures is None:
+            raise FailedPreconditionError("the model's tokenizer allows no structures", reason="STRUCTURE_UNSUPPORTED")
+        self._structures.check(structure)
 
     def new_detokenizer(self) -> Detokenizer:
         """A detokenizer for one generation; special tokens don't show in its text."""
@@ -135,6 +145,10 @@ class TokenizerPool:
     async def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
         """Like `Tokenizer.decode`. ResourceExhaustedError when too many texts wait."""
         return await self._run(lambda: self._tokenizer.decode(token_ids, include_special_tokens=include_special_tokens))
+
+    async def check_structure(self, structure: Structure) -> None:
+        """Like `Tokenizer.check_structure`. ResourceExhaustedError when too many texts wait."""
+        await self._run(lambda: self._tokenizer.check_structure(structure))
 
     def new_detokenizer(self) -> Detokenizer:
         """A detokenizer for one generation. It runs on the event loop: a token costs microseconds."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
 from baton.core.generation import StopRule
-from baton.rpc.generation import read_logprob_options, read_sampling
+from baton.rpc.generation import read_logprob_options, read_sampling, read_structure
 from gateway.tokenization import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.core.generation import LogprobOptions, SamplingParams
+    from baton.core.generation import LogprobOptions, SamplingParams, Structure
     from baton.v1 import common_pb2, gateway_pb2
     from gateway.served_model import ServedModel
 
@@ -66,6 +66,7 @@ class GenerationRequest:
     logprobs: LogprobOptions
     max_tokens: int | None
     min_tokens: int
+    structure: Structure | None
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
 
@@ -102,6 +103,7 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
         logprobs=read_logprob_options(request.logprobs),
         max_tokens=_max_tokens(request.stop),
         min_tokens=request.stop.min_tokens,
+        structure=_structure(request),
         stop_strings=_stop_strings(request.stop),
         stop_token_ids=_stop_token_ids(request.stop, model),
     )
@@ -164,6 +166,13 @@ def _prompt(request: gateway_pb2.GenerateRequest, model: ServedModel) -> Prompt:
     require_fitting_prompt(len(prompt.ids), prompt, model)
     _known_ids("token_ids.ids", prompt.ids, model)
     return prompt
+
+
+def _structure(request: gateway_pb2.GenerateRequest) -> Structure | None:
+    structure = read_structure(request)
+    if structure is not None and request.stop.min_tokens:
+        raise InvalidArgumentError("stop.min_tokens", "must be 0 with a structure")
+    return structure
 
 
 def _echo(request: gateway_pb2.GenerateRequest) -> bool:

@@ -17,7 +17,7 @@ from baton.core.errors import (
     UnavailableError,
 )
 from baton.rpc.errors import from_call
-from baton.rpc.generation import logprob_options_message, read_logprobs, sampling_message
+from baton.rpc.generation import logprob_options_message, read_logprobs, sampling_message, structure_message
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from gateway.events import ScoredPrompt
 from gateway.wire import fingerprint_message, read_finish_reason
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, TokenLogprobs
+    from baton.core.generation import (
+        FinishReason,
+        LogprobOptions,
+        SamplingParams,
+        StopRule,
+        Structure,
+        TokenLogprobs,
+    )
     from baton.core.model import ModelFingerprint
     from baton.core.workers import WorkerRecord
     from baton.rpc.channels import ChannelPool
@@ -48,6 +55,7 @@ class Attempt:
     sampling: SamplingParams
     stop: StopRule
     logprobs: LogprobOptions
+    structure: Structure | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +113,7 @@ class WorkerCalls:
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
             min_tokens=attempt.stop.min_tokens,
             logprobs=logprob_options_message(attempt.logprobs),
+            structure=structure_message(attempt.structure),
         )
         return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 
@@ -122,6 +131,7 @@ class WorkerCalls:
             min_tokens=attempt.stop.min_tokens,
             prompt_token_ids=attempt.token_ids if attempt.sampling.penalizes_prompt else (),
             top_logprobs=attempt.logprobs.output_top,
+            structure=structure_message(attempt.structure),
         )
         return DecodeCall(_WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt)
 

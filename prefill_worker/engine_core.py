@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from baton.core.errors import CancelledError
-from baton.engine.token_rules import TokenRules
+from baton.core.errors import CancelledError, ServingError
+from baton.engine.token_rules import TokenRules, take_token
 from baton.worker.engine_loop import EngineStats
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.lease import LeaseOutcome
@@ -30,9 +30,9 @@ from prefill_worker.scheduler import Prefill, PrefillScheduler
 
 if TYPE_CHECKING:
     from baton.core.clock import Clock
-    from baton.core.errors import ServingError
     from baton.engine.batch import BatchPlan, StepOutput
     from baton.engine.block_pool import BlockPool
+    from baton.structure.compiler import StructureCompiler
     from kv_transfer.lease import EndedLease, LeaseTable
     from prefill_worker.messages import PrefillCommand, PrefillEvent
     from prefill_worker.scheduler import PrefillLimits
@@ -48,10 +48,18 @@ class PrefillCore:
     chunk until its lease has ended.
     """
 
-    def __init__(self, pool: BlockPool, limits: PrefillLimits, leases: LeaseTable, clock: Clock) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: PrefillLimits,
+        leases: LeaseTable,
+        clock: Clock,
+        structures: StructureCompiler | None = None,
+    ) -> None:
         self._pool = pool
         self._leases = leases
         self._clock = clock
+        self._structures = structures
         self._scheduler = PrefillScheduler(pool, limits)
         self._attempts: dict[str, Submit] = {}
         self._events: list[PrefillEvent] = []
@@ -60,18 +68,7 @@ class PrefillCore:
         """Applies a command. All but Submit are harmless when what they name has ended."""
         match command:
             case Submit():
-                assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
-                self._attempts[command.attempt_id] = command
-                self._scheduler.add(
-                    Prefill(
-                        attempt_id=command.attempt_id,
-                        token_ids=command.token_ids,
-                        sampling=command.sampling,
-                        arrived_s=self._clock.monotonic_s(),
-                        rules=TokenRules.start(command.sampling, command.stop, prompt_ids=command.token_ids),
-                        logprobs=command.logprobs,
-                    )
-                )
+                self._submit(command)
             case Cancel():
                 self._cancel(command.attempt_id)
             case RenewLease():
@@ -97,7 +94,11 @@ class PrefillCore:
             token_id = output.tokens[index]
             assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"
             submit = self._attempts[prefill.attempt_id]
-            reason = submit.stop.finish_reason(token_id, 1)
+            try:
+                reason = take_token(prefill.rules, submit.stop, token_id, 1)
+            except ServingError as error:
+                self._end(Failed(attempt_id=prefill.attempt_id, error=error))
+                continue
             self._events.append(
                 PromptDone(
                     attempt_id=prefill.attempt_id,
@@ -146,6 +147,29 @@ class PrefillCore:
         self._leases.check_integrity()
         assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
         assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+
+    def _submit(self, command: Submit) -> None:
+        assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
+        try:
+            matcher = None
+            if command.structure is not None:
+                assert self._structures is not None, "the service takes no structures"
+                matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
+            rules = TokenRules.start(command.sampling, command.stop, prompt_ids=command.token_ids, matcher=matcher)
+        except ServingError as error:
+            self._events.append(Failed(attempt_id=command.attempt_id, error=error))
+            return
+        self._attempts[command.attempt_id] = command
+        self._scheduler.add(
+            Prefill(
+                attempt_id=command.attempt_id,
+                token_ids=command.token_ids,
+                sampling=command.sampling,
+                arrived_s=self._clock.monotonic_s(),
+                rules=rules,
+                logprobs=command.logprobs,
+            )
+        )
 
     def _tell_scores(self, plan: BatchPlan, output: StepOutput) -> None:
         for piece in plan.slices:

@@ -69,7 +69,7 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         clock = SystemClock()
         leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
-        core = PrefillCore(blocks, settings.limits, leases, clock)
+        core = PrefillCore(blocks, settings.limits, leases, clock, loaded.structures)
         server = settings.server
         place = DistPlace(
             host=server.host,

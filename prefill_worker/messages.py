@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.core.errors import ServingError
-    from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, TokenLogprobs
+    from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, Structure, TokenLogprobs
     from kv_transfer.lease import LeaseOutcome
 
 
@@ -29,6 +29,7 @@ class Submit:
     sampling: SamplingParams
     stop: StopRule
     logprobs: LogprobOptions = NO_LOGPROBS
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

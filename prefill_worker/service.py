@@ -105,6 +105,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             sampling=read_sampling(request.sampling, default_seed=0, vocab_size=facts.vocab_size),
             stop=stop,
             logprobs=read_logprob_options(request.logprobs),
+            structure=requests.read_structure(request, facts),
         )
 
     def _require_room(self) -> None:

@@ -88,3 +88,24 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class StructureKind(Enum):
+    """How the form of an output is told; the value is the wire's field."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+    @property
+    def field(self) -> str:
+        """The field that an error names."""
+        return f"structure.{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that an output's text must have."""
+
+    kind: StructureKind
+    text: str

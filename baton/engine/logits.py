@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def apply_rules(logits: torch.Tensor, rules: Sequence[TokenRules | None]) -> torch.Tensor:
     """The logits that tokens are chosen from; `logits` is float32 [rows, vocab_size], with rules for each row.
 
-    In this order: repetition, frequency and presence penalty, bias, forbidden tokens (-inf). Each row is computed on
-    its own. Returns `logits` itself where no row has rules, else a copy.
+    In this order: repetition, frequency and presence penalty, bias, tokens that may not come (-inf). Each row is
+    computed on its own. Returns `logits` itself where no row has rules, else a copy.
     """
     ruled = [row for row, each in enumerate(rules) if each is not None]
     if not ruled:
@@ -44,6 +44,16 @@ def _apply(row: torch.Tensor, rules: TokenRules) -> None:
         row[_ids([token_id for token_id, _ in sampling.logit_bias], row)] += biases
     if rules.forbidden_ids:
         row[_ids(list(rules.forbidden_ids), row)] = -torch.inf
+    if rules.allowed is not None:
+        row.masked_fill_(_is_unset(rules.allowed, row), -torch.inf)
+
+
+def _is_unset(bits: bytearray, row: torch.Tensor) -> torch.Tensor:
+    """Whether each token's bit is 0 [vocab_size]; ids beyond the bits have none."""
+    packed = torch.frombuffer(bits, dtype=torch.uint8).to(row.device)
+    unset = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=row.device)) & 1 == 0
+    unset = unset.view(-1)[: len(row)]
+    return torch.nn.functional.pad(unset, (0, len(row) - len(unset)), value=True)
 
 
 def _ids(ids: list[int], row: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,28 @@
-"""What a sequence's own past and its fewest tokens do to the choice of its next token. Imports no torch."""
+"""What a sequence's own past, its fewest tokens and its structure do to its next token. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.core.generation import FinishReason
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from baton.core.generation import SamplingParams, StopRule
+    from baton.structure.matcher import StructureMatcher
 
 
 class TokenRules:
-    """State of one sequence that asks for penalties, biases or a fewest number of tokens; others have none.
+    """State of one sequence that asks for penalties, biases, a structure or a fewest number of tokens, and of no other.
 
     Whoever keeps the sequence's books makes it, hands it to the executor with each slice that samples, and adds each
     token that was chosen. It can be made anew at any point of a sequence, on any worker, from the tokens so far.
     """
 
-    def __init__(self, sampling: SamplingParams, stop: StopRule) -> None:
+    def __init__(self, sampling: SamplingParams, stop: StopRule, matcher: StructureMatcher | None) -> None:
         self.sampling = sampling
+        self._matcher = matcher
         self._stop = stop
         self._num_output = 0
         # Kept only where they matter. A dict keeps the order, so that equal sequences are computed equally.
@@ -33,14 +37,16 @@ class TokenRules:
         *,
         prompt_ids: Iterable[int],
         output_ids: Iterable[int] = (),
+        matcher: StructureMatcher | None = None,
     ) -> TokenRules | None:
-        """The rules after these tokens; None where the parameters ask for none.
+        """The rules after these tokens; None where the parameters ask for none. Raises as `append` does.
 
-        `prompt_ids` may be empty unless `sampling.penalizes_prompt`.
+        `prompt_ids` may be empty unless `sampling.penalizes_prompt`. `matcher` is new, and the rules' own from now on.
         """
-        if not (sampling.penalizes_prompt or sampling.penalizes_output or sampling.logit_bias or stop.min_tokens):
+        has_penalty = sampling.penalizes_prompt or sampling.penalizes_output or bool(sampling.logit_bias)
+        if not has_penalty and not stop.min_tokens and matcher is None:
             return None
-        rules = cls(sampling, stop)
+        rules = cls(sampling, stop, matcher)
         if sampling.penalizes_prompt:
             rules._seen.update(dict.fromkeys(prompt_ids))
         for token_id in output_ids:
@@ -48,12 +54,14 @@ class TokenRules:
         return rules
 
     def append(self, token_id: int) -> None:
-        """Adds a token of the output."""
+        """Adds a token of the output. ResourceExhaustedError when its structure cannot be followed any further."""
         self._num_output += 1
         if self.sampling.penalizes_prompt:
             self._seen[token_id] = None
         if self.sampling.penalizes_output:
             self._output_counts[token_id] = self._output_counts.get(token_id, 0) + 1
+        if self._matcher is not None:
+            self._matcher.append(token_id)
 
     @property
     def seen_ids(self) -> Collection[int]:
@@ -69,3 +77,25 @@ class TokenRules:
     def forbidden_ids(self) -> Collection[int]:
         """Tokens that may not come next."""
         return self._stop.stop_token_ids if self._num_output < self._stop.min_tokens else ()
+
+    @property
+    def allowed(self) -> bytearray | None:
+        """The tokens that may come next by the structure, as `StructureMatcher.allowed`; None without one."""
+        return None if self._matcher is None else self._matcher.allowed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the structure lets nothing follow."""
+        return self._matcher is not None and self._matcher.is_complete
+
+
+def take_token(rules: TokenRules | None, stop: StopRule, token_id: int, num_generated: int) -> FinishReason | None:
+    """Adds a sequence's `num_generated`-th output token; returns why the sequence ends with it, None when it goes on.
+
+    Raises as `TokenRules.append` does.
+    """
+    if rules is not None:
+        rules.append(token_id)
+        if rules.is_complete:
+            return FinishReason.STOP
+    return stop.finish_reason(token_id, num_generated)

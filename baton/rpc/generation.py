@@ -6,14 +6,19 @@ import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
-from baton.core.generation import LogprobOptions, SamplingParams, TokenLogprobs
+from baton.core.generation import LogprobOptions, SamplingParams, Structure, StructureKind, TokenLogprobs
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from baton.v1 import decode_pb2, gateway_pb2, prefill_pb2
+
+    HasStructure: TypeAlias = gateway_pb2.GenerateRequest | prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
+
 MAX_LOGIT_BIASES = 300
 MAX_TOP_LOGPROBS = 20
+MAX_STRUCTURE_CHARS = 65_536
 _Ranged: TypeAlias = Literal["temperature", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
 
 # All limits are exact in the wire's 32-bit floats.
@@ -95,6 +100,30 @@ def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
 def read_logprobs(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
     """One token's log-probabilities."""
     return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+
+
+def read_structure(request: HasStructure) -> Structure | None:
+    """The form that the output must have, well formed or not; None: any.
+
+    InvalidArgumentError unless there is exactly one, not too long.
+    """
+    if not request.HasField("structure"):
+        return None
+    message = request.structure
+    given = [kind for kind in StructureKind if message.HasField(kind.value)]
+    if len(given) != 1:
+        names = ", ".join(kind.value for kind in StructureKind)
+        raise InvalidArgumentError("structure", f"exactly one of {names} must be set; {len(given)} are")
+    structure = Structure(given[0], getattr(message, given[0].value))
+    if len(structure.text) > MAX_STRUCTURE_CHARS:
+        description = f"at most {MAX_STRUCTURE_CHARS} characters; there are {len(structure.text)}"
+        raise InvalidArgumentError(structure.kind.field, description)
+    return structure
+
+
+def structure_message(structure: Structure | None) -> common_pb2.Structure | None:
+    """The wire's form of a structure."""
+    return None if structure is None else common_pb2.Structure(**{structure.kind.value: structure.text})
 
 
 def _read_logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penalty\"`\n\x0eLogprobOptions\x12\x17\n\noutput_top\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nprompt_top\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\r\n\x0b_output_topB\r\n\x0b_prompt_top\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xac\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"T\n\x10ModelFingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\xcd\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\x0b \x01(\r\x12\x17\n\x0fheartbeat_age_s\x18\x0c \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*^\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penalty\"u\n\tStructure\x12\x18\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05regex\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x14\n\x07grammar\x18\x03 \x01(\tH\x02\x88\x01\x01\x42\x0e\n\x0c_json_schemaB\x08\n\x06_regexB\n\n\x08_grammar\"`\n\x0eLogprobOptions\x12\x17\n\noutput_top\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nprompt_top\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\r\n\x0b_output_topB\r\n\x0b_prompt_top\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xac\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"T\n\x10ModelFingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\xcd\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\x0b \x01(\r\x12\x17\n\x0fheartbeat_age_s\x18\x0c \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*^\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1280
-  _globals['_FINISHREASON']._serialized_end=1375
-  _globals['_WORKERROLE']._serialized_start=1377
-  _globals['_WORKERROLE']._serialized_end=1467
-  _globals['_WORKERSTATE']._serialized_start=1469
-  _globals['_WORKERSTATE']._serialized_end=1563
+  _globals['_FINISHREASON']._serialized_start=1399
+  _globals['_FINISHREASON']._serialized_end=1494
+  _globals['_WORKERROLE']._serialized_start=1496
+  _globals['_WORKERROLE']._serialized_end=1586
+  _globals['_WORKERSTATE']._serialized_start=1588
+  _globals['_WORKERSTATE']._serialized_end=1682
   _globals['_TOKENIDS']._serialized_start=35
   _globals['_TOKENIDS']._serialized_end=58
   _globals['_SAMPLINGPARAMS']._serialized_start=61
   _globals['_SAMPLINGPARAMS']._serialized_end=510
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=341
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=389
-  _globals['_LOGPROBOPTIONS']._serialized_start=512
-  _globals['_LOGPROBOPTIONS']._serialized_end=608
-  _globals['_TOKENLOGPROBS']._serialized_start=610
-  _globals['_TOKENLOGPROBS']._serialized_end=681
-  _globals['_STOPCONDITIONS']._serialized_start=684
-  _globals['_STOPCONDITIONS']._serialized_end=856
-  _globals['_MODELFINGERPRINT']._serialized_start=858
-  _globals['_MODELFINGERPRINT']._serialized_end=942
-  _globals['_WORKERSTATUS']._serialized_start=945
-  _globals['_WORKERSTATUS']._serialized_end=1278
+  _globals['_STRUCTURE']._serialized_start=512
+  _globals['_STRUCTURE']._serialized_end=629
+  _globals['_LOGPROBOPTIONS']._serialized_start=631
+  _globals['_LOGPROBOPTIONS']._serialized_end=727
+  _globals['_TOKENLOGPROBS']._serialized_start=729
+  _globals['_TOKENLOGPROBS']._serialized_end=800
+  _globals['_STOPCONDITIONS']._serialized_start=803
+  _globals['_STOPCONDITIONS']._serialized_end=975
+  _globals['_MODELFINGERPRINT']._serialized_start=977
+  _globals['_MODELFINGERPRINT']._serialized_end=1061
+  _globals['_WORKERSTATUS']._serialized_start=1064
+  _globals['_WORKERSTATUS']._serialized_end=1397
 # @@protoc_insertion_point(module_scope)

@@ -235,6 +235,55 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Structure(_message.Message):
+    """The form that the output's text must have; exactly one field is set. A token is chosen only if the output can still
+    get this form after it, and one that ends the generation only where it has it. The generation ends, with the reason
+    `stop`, where nothing can follow. It ends incomplete when `max_tokens` are produced, or at a stop string. At most
+    65536 characters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that is valid by this schema, written with one space after each `:` and `,` and no other white space. A
+    keyword that cannot be enforced is an error. See https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md.
+    """
+    regex: _builtins.str
+    """The whole text matches this regular expression, in the syntax of Rust's `regex` crate, without look-around."""
+    grammar: _builtins.str
+    """The text is derived from `start` of this context-free grammar, in the Lark-like syntax of
+    https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+    """
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str | None = ...,
+        regex: _builtins.str | None = ...,
+        grammar: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_json_schema", b"_json_schema", "_regex", b"_regex", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_json_schema", b"_json_schema", "_regex", b"_regex", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
+    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
+    _WhichOneofReturnType__json_schema: _TypeAlias = _typing.Literal["json_schema"]  # noqa: Y015
+    _WhichOneofArgType__json_schema: _TypeAlias = _typing.Literal["_json_schema", b"_json_schema"]  # noqa: Y015
+    _WhichOneofReturnType__regex: _TypeAlias = _typing.Literal["regex"]  # noqa: Y015
+    _WhichOneofArgType__regex: _TypeAlias = _typing.Literal["_regex", b"_regex"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__json_schema) -> _WhichOneofReturnType__json_schema | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regex) -> _WhichOneofReturnType__regex | None: ...
+
+Global___Structure: _TypeAlias = Structure  # noqa: Y015
+
+@_typing.final
 class LogprobOptions(_message.Message):
     """Which log-probabilities a request wants. They are natural logarithms, and those of the model's own distribution: the
     softmax of its logits, before penalties, biases, structure, temperature and filters.

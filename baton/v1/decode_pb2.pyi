@@ -36,6 +36,7 @@ class DecodeRequest(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     first_token_id: _builtins.int
@@ -68,6 +69,10 @@ class DecodeRequest(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, `kv.num_tokens` ids, where `sampling.repetition_penalty` looks at it; empty where it is 1."""
 
+    @_builtins.property
+    def structure(self) -> _common_pb2.Structure:
+        """The form that the output, the first token included, must have; `min_tokens` is 0 then."""
+
     def __init__(
         self,
         *,
@@ -81,10 +86,11 @@ class DecodeRequest(_message.Message):
         min_tokens: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        structure: _common_pb2.Structure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015

@@ -62,6 +62,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in traces and to keep a retry from running twice; 1 to 128
@@ -100,6 +101,10 @@ class GenerateRequest(_message.Message):
     def logprobs(self) -> _common_pb2.LogprobOptions:
         """Which log-probabilities come with the tokens."""
 
+    @_builtins.property
+    def structure(self) -> _common_pb2.Structure:
+        """The form that the output's text must have. Default: any. Not together with `stop.min_tokens`."""
+
     def __init__(
         self,
         *,
@@ -112,11 +117,12 @@ class GenerateRequest(_message.Message):
         stop: _common_pb2.StopConditions | None = ...,
         logprobs: _common_pb2.LogprobOptions | None = ...,
         echo: _builtins.bool | None = ...,
+        structure: _common_pb2.Structure | None = ...,
         priority: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
     _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015

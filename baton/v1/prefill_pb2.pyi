@@ -34,6 +34,7 @@ class PrefillRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     max_tokens: _builtins.int
@@ -60,6 +61,10 @@ class PrefillRequest(_message.Message):
     def logprobs(self) -> _common_pb2.LogprobOptions:
         """Which log-probabilities come with the first token and with the prompt."""
 
+    @_builtins.property
+    def structure(self) -> _common_pb2.Structure:
+        """The form that the output must have; `min_tokens` is 0 then."""
+
     def __init__(
         self,
         *,
@@ -71,10 +76,11 @@ class PrefillRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
         logprobs: _common_pb2.LogprobOptions | None = ...,
+        structure: _common_pb2.Structure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "logprobs", b"logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

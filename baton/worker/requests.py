@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.core.errors import InvalidArgumentError, OutOfRangeError
+from baton.core.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
 from baton.core.generation import StopRule
 from baton.core.model import ModelFingerprint
+from baton.rpc import generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TypeAlias
 
+    from baton.core.generation import Structure
     from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+    from baton.worker.start_up import EngineFacts
 
     RequestLimits: TypeAlias = prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest
 
@@ -47,6 +50,18 @@ def read_stop(request: RequestLimits, *, at_least: int, vocab_size: int) -> Stop
     if request.min_tokens and len(stop_token_ids) >= vocab_size:
         raise InvalidArgumentError("min_tokens", "must be 0 where every token ends the generation")
     return StopRule(max_tokens=request.max_tokens, stop_token_ids=stop_token_ids, min_tokens=request.min_tokens)
+
+
+def read_structure(request: RequestLimits, facts: EngineFacts) -> Structure | None:
+    """The form of the output. FailedPreconditionError when the engine can hold it to none."""
+    structure = generation.read_structure(request)
+    if structure is None:
+        return None
+    if request.min_tokens:
+        raise InvalidArgumentError("min_tokens", "must be 0 with a structure")
+    if not facts.takes_structure:
+        raise FailedPreconditionError("the model's tokenizer allows no structures", reason="STRUCTURE_UNSUPPORTED")
+    return structure
 
 
 def require_in_context(num_prompt_tokens: int, max_tokens: int, *, max_context_tokens: int) -> None:

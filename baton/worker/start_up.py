@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baton.core.settings import EngineSettings, ModelSettings
     from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
+    from baton.structure.compiler import StructureCompiler
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class EngineFacts:
     num_blocks: int
     vocab_size: int
     max_context_tokens: int
+    takes_structure: bool
 
     @property
     def capacity_tokens(self) -> int:
@@ -47,6 +49,7 @@ class Loaded:
 
     executor: Executor
     pool: KVPool
+    structures: StructureCompiler | None
     facts: EngineFacts
 
 
@@ -68,6 +71,7 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
         from baton.engine.precision import resolve_dtype
         from baton.engine.threads import use_threads
         from baton.engine.torch_executor import TorchExecutor
+        from baton.structure.compiler import StructureCompiler
     use_threads(engine.num_threads)
     with phase("configure"):
         dtype = resolve_dtype(engine.dtype, engine.device)
@@ -85,6 +89,8 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
             dtype=dtype,
         )
         executor = TorchExecutor.from_folder(model.path, pool=pool, device=engine.device)
+    with phase("tokenizer"):
+        structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
     with phase("warm-up"):
         executor.warm_up()
     facts = EngineFacts(
@@ -93,8 +99,9 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
         num_blocks=pool.num_blocks,
         vocab_size=executor.vocab_size,
         max_context_tokens=_max_context_tokens(model, executor.max_context_tokens),
+        takes_structure=structures is not None,
     )
-    return Loaded(executor=executor, pool=pool, facts=facts)
+    return Loaded(executor=executor, pool=pool, structures=structures, facts=facts)
 
 
 def _max_context_tokens(model: ModelSettings, model_limit: int) -> int:

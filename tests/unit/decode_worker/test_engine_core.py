@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core.clock import ManualClock
-from baton.core.errors import CancelledError, InternalError, ServingError
-from baton.core.generation import FinishReason, SamplingParams, StopRule
+from baton.core.errors import CancelledError, InternalError, InvalidArgumentError, ResourceExhaustedError, ServingError
+from baton.core.generation import FinishReason, SamplingParams, StopRule, Structure, StructureKind
 from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
@@ -59,6 +61,29 @@ class HandCopier:
         return done
 
 
+class Structures:
+    """A structure's text says after how many tokens it is complete; below 0 it cannot be followed so far."""
+
+    class Matcher:
+        def __init__(self, limit: int) -> None:
+            self.limit, self.num_tokens, self.is_complete, self.allowed = limit, 0, False, bytearray(b"\xff" * 32)
+
+        def append(self, token_id: int) -> None:
+            self.num_tokens += 1
+            if self.num_tokens == -self.limit:
+                raise ResourceExhaustedError("too complex", retry_after_s=None)
+            self.is_complete = self.num_tokens == self.limit
+
+    def start(self, structure: Structure, stop_token_ids) -> Matcher:
+        if structure.text == "0":
+            raise InvalidArgumentError("structure.regex", "allows no output")
+        return self.Matcher(int(structure.text))
+
+
+def regex(text: str) -> Structure:
+    return Structure(StructureKind.REGEX, text)
+
+
 class Bench:
     """A decode engine without processes: commands are given and turns are taken by hand."""
 
@@ -67,7 +92,7 @@ class Bench:
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
         self.copier = HandCopier()
         self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
-        self.core = DecodeCore(self.pool, 3, self.copier, self.clock)
+        self.core = DecodeCore(self.pool, 3, self.copier, self.clock, Structures())
         self.loop = EngineLoop(self.core, self.executor, self.clock)
 
     def turn(self, *commands, after_step=()):
@@ -251,3 +276,33 @@ def test_only_parked_sequences_are_no_work_and_a_cancel_frees_them(bench):
     assert isinstance(event, Failed)
     bench.turn(Resume(attempt_id="a"), Park(attempt_id="a"))
     bench.core.check_integrity()
+
+
+def test_a_structure_goes_on_where_the_first_token_left_it_and_ends_the_sequence(bench):
+    events = bench.join(replace(accept("a", max_tokens=9), structure=regex("3"))) + bench.run_dry()
+    assert [type(event) for event in events] == [HandedOver, Token, Token, Finished]
+    assert events[-1].reason is FinishReason.STOP
+    bench.core.check_integrity()
+
+
+def test_a_structure_that_cannot_be_followed_fails_its_sequence_alone(bench):
+    bench.join(accept("other"))
+    events = bench.join(replace(accept("a"), structure=regex("-3"))) + bench.run_dry()
+    mine = [event for event in events if event.attempt_id == "a"]
+    assert [type(event) for event in mine] == [HandedOver, Token, Token, Failed]
+    assert isinstance(mine[-1].error, ResourceExhaustedError)
+    assert [type(event) for event in events if event.attempt_id == "other"][-1] is Finished
+    for text, error in (("-1", ResourceExhaustedError), ("0", InvalidArgumentError)):
+        (failed,) = bench.turn(replace(accept("b"), structure=regex(text)))
+        assert isinstance(failed.error, error)
+    bench.core.check_integrity()
+
+
+def test_rules_and_log_probabilities_follow_a_sequence(bench):
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    command = replace(accept("a"), sampling=sampling, prompt_ids=(1, 2), top_logprobs=2)
+    events = bench.join(command)
+    rules = bench.executor.plans[-1].slices[0].rules
+    assert list(rules.seen_ids) == [1, 2, 9, events[1].token_id]
+    assert events[1].logprobs.top[0][0] == events[1].token_id
+    bench.run_dry()

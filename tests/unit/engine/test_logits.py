@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from baton.core.generation import SamplingParams, StopRule
+from baton.core.errors import ResourceExhaustedError
+from baton.core.generation import FinishReason, SamplingParams, StopRule
 from baton.engine.logits import apply_rules
-from baton.engine.token_rules import TokenRules
+from baton.engine.token_rules import TokenRules, take_token
 
 NO_STOP = StopRule(max_tokens=10, stop_token_ids=frozenset())
 
@@ -92,3 +93,37 @@ def test_rules_are_the_same_however_they_came_about():
         grown.append(token_id)
     logits = torch.randn(1, 10)
     assert torch.equal(apply_rules(logits, [grown]), apply_rules(logits, [rules([4, 5], [6, 6, 4, 8], **params)]))
+
+
+class Half:
+    """A matcher that lets even ids through, until id 4 comes."""
+
+    is_complete = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self.allowed = bytearray(b"\x55" * num_bytes)
+
+    def append(self, token_id: int) -> None:
+        if token_id == 6:
+            raise ResourceExhaustedError("too complex", retry_after_s=None)
+        self.is_complete = token_id == 4
+
+
+def test_a_structure_lets_through_what_its_bits_say_and_no_id_beyond_them():
+    params = SamplingParams(logit_bias=((1, 100.0), (2, 1.0)))
+    each = TokenRules.start(params, NO_STOP, prompt_ids=(), matcher=Half(1))
+    values = apply_rules(torch.zeros(2, 11), [None, each])
+    assert values[0].tolist() == [0.0] * 11
+    assert values[1].tolist() == [0.0, -math.inf, 1.0, *[-math.inf, 0.0] * 2, *[-math.inf] * 4]
+
+
+def test_a_structure_ends_its_sequence():
+    each = TokenRules.start(SamplingParams(), NO_STOP, prompt_ids=(), matcher=Half(1))
+    assert take_token(each, NO_STOP, 2, 1) is None
+    assert take_token(each, NO_STOP, 2, 10) is FinishReason.LENGTH
+    assert take_token(each, NO_STOP, 4, 10) is FinishReason.STOP
+    with pytest.raises(ResourceExhaustedError):
+        take_token(each, NO_STOP, 6, 4)
+    with pytest.raises(ResourceExhaustedError):
+        TokenRules.start(SamplingParams(), NO_STOP, prompt_ids=(), output_ids=[6], matcher=Half(1))
+    assert take_token(None, NO_STOP, 6, 1) is None

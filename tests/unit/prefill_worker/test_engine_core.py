@@ -1,17 +1,29 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core.clock import ManualClock
-from baton.core.errors import CancelledError, InternalError, ResourceExhaustedError
-from baton.core.generation import FinishReason, SamplingParams, StopRule
+from baton.core.errors import CancelledError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, Structure, StructureKind
 from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
 from kv_transfer.lease import LeaseOutcome, LeaseTable
 from prefill_worker.engine_core import PrefillCore
-from prefill_worker.messages import Cancel, Failed, PromptDone, Released, ReleaseLease, RenewLease, Started, Submit
+from prefill_worker.messages import (
+    Cancel,
+    Failed,
+    PromptDone,
+    PromptScored,
+    Released,
+    ReleaseLease,
+    RenewLease,
+    Started,
+    Submit,
+)
 from prefill_worker.scheduler import PrefillLimits
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -32,6 +44,29 @@ class Fences:
         self.words[slot] = word
 
 
+class Structures:
+    """A structure's text says after how many tokens it is complete; below 0 it cannot be followed so far."""
+
+    class Matcher:
+        def __init__(self, limit: int) -> None:
+            self.limit, self.num_tokens, self.is_complete, self.allowed = limit, 0, False, bytearray(b"\xff" * 32)
+
+        def append(self, token_id: int) -> None:
+            self.num_tokens += 1
+            if self.num_tokens == -self.limit:
+                raise ResourceExhaustedError("too complex", retry_after_s=None)
+            self.is_complete = self.num_tokens == self.limit
+
+    def start(self, structure: Structure, stop_token_ids) -> Matcher:
+        if structure.text == "0":
+            raise InvalidArgumentError("structure.regex", "allows no output")
+        return self.Matcher(int(structure.text))
+
+
+def regex(text: str) -> Structure:
+    return Structure(StructureKind.REGEX, text)
+
+
 class Bench:
     """A prefill engine without processes: commands are given and turns are taken by hand."""
 
@@ -42,7 +77,7 @@ class Bench:
         self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
         limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, guaranteed_tokens=2)
         leases = LeaseTable(self.fences, self.clock, lease_s=LEASE_S)
-        self.core = PrefillCore(self.pool, limits, leases, self.clock)
+        self.core = PrefillCore(self.pool, limits, leases, self.clock, Structures())
         self.loop = EngineLoop(self.core, self.executor, self.clock)
 
     def turn(self, *commands, after_step=()):
@@ -202,3 +237,30 @@ def test_a_start_is_told_before_the_step(bench):
     bench.loop.turn([submit("a", 4)], list, batches.append)
     assert [[type(event) for event in batch.events] for batch in batches] == [[Started], [PromptDone]]
     assert [batch.step is not None for batch in batches] == [False, True]
+
+
+def test_a_structure_may_end_with_the_first_token_or_fail_there(bench):
+    events = bench.run_dry(replace(submit("a", 5), structure=regex("1")))
+    assert [type(event) for event in events] == [Started, PromptDone, Released]
+    assert (events[1].finish_reason, events[1].cache) == (FinishReason.STOP, None)
+    events = bench.run_dry(replace(submit("b", 5), structure=regex("-1")))
+    assert [type(event) for event in events] == [Started, Failed]
+    assert isinstance(events[1].error, ResourceExhaustedError)
+    (failed,) = bench.run_dry(replace(submit("c", 5), structure=regex("0")))
+    assert isinstance(failed.error, InvalidArgumentError)
+    bench.assert_clean()
+
+
+def test_the_prompt_is_scored_chunk_by_chunk(bench):
+    options = LogprobOptions(output_top=1, prompt_top=0)
+    events = bench.run_dry(replace(submit("a", 19, max_tokens=1), logprobs=options))
+    parts = [event for event in events if isinstance(event, PromptScored)]
+    assert [(part.first_position, len(part.logprobs)) for part in parts] == [(1, 8), (9, 8), (17, 2)]
+    assert [list(plan.slices[0].scored.token_ids) for plan in bench.executor.plans] == [
+        list(range(2, 10)),
+        list(range(10, 18)),
+        [18, 19],
+    ]
+    (done,) = [event for event in events if isinstance(event, PromptDone)]
+    assert done.logprobs.top[0][0] == done.token_id
+    bench.assert_clean()

@@ -5,9 +5,20 @@ import math
 import pytest
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
-from baton.core.generation import SamplingParams
-from baton.rpc.generation import read_sampling, sampling_message
+from baton.core.generation import LogprobOptions, SamplingParams, Structure, StructureKind, TokenLogprobs
+from baton.rpc.generation import (
+    logprob_options_message,
+    logprobs_message,
+    read_logprob_options,
+    read_logprobs,
+    read_sampling,
+    read_structure,
+    sampling_message,
+    structure_message,
+)
 from baton.v1.common_pb2 import SamplingParams as Message
+from baton.v1.common_pb2 import Structure as StructureMessage
+from baton.v1.gateway_pb2 import GenerateRequest
 
 EVERYTHING = SamplingParams(
     temperature=0.5,
@@ -62,3 +73,32 @@ def test_a_bias_for_no_token_is_refused():
     with pytest.raises(OutOfRangeError) as caught:
         read(Message(logit_bias={99: 1.0, 100: 1.0}))
     assert (caught.value.field, caught.value.limit) == ("sampling.logit_bias[100]", 99)
+
+
+@pytest.mark.parametrize("kind", list(StructureKind))
+def test_a_structure_that_is_written_is_read(kind):
+    structure = Structure(kind, "{}")
+    assert read_structure(GenerateRequest(structure=structure_message(structure))) == structure
+    assert read_structure(GenerateRequest(structure=structure_message(None))) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "words"),
+    [
+        (StructureMessage(), "structure", "exactly one of json_schema, regex, grammar must be set; 0 are"),
+        (StructureMessage(regex="", json_schema=""), "structure", "2 are"),
+        (StructureMessage(grammar="x" * 65_537), "structure.grammar", "at most 65536 characters; there are 65537"),
+    ],
+)
+def test_a_structure_is_one_and_not_too_long(message, field, words):
+    with pytest.raises(InvalidArgumentError) as caught:
+        read_structure(GenerateRequest(structure=message))
+    assert caught.value.field == field
+    assert words in caught.value.description
+
+
+def test_log_probabilities_that_are_written_are_read():
+    logprobs = TokenLogprobs(-0.5, ((7, -0.25), (3, -4.0)))
+    assert read_logprobs(logprobs_message(logprobs)) == logprobs
+    for options in (LogprobOptions(), LogprobOptions(output_top=0, prompt_top=20)):
+        assert read_logprob_options(logprob_options_message(options)) == options
