@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.workers import Route, WorkerRole, WorkerState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from baton.core.model import ModelFingerprint
     from baton.core.workers import Ticket, WorkerRecord, WorkerView
@@ -24,48 +24,74 @@ class Router:
 
         A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot and blocks for
         prompt and output: what it reserves when it takes the sequence over. Ties go to a pair on one host, where
-        the handover is cheapest, then by name, so that every gateway decides alike.
+        the handover is cheapest, then by name, so that every gateway decides alike. Takes time in proportion to the
+        number of workers, not of pairs: a pair's load is the sum of both sides'.
         """
-        pairs = [
-            (
-                _load(prefill, decode),
-                prefill.record.host_id != decode.record.host_id,
-                prefill.record.worker_id,
-                decode.record.worker_id,
-                route,
+        best: tuple[_Rank, WorkerView, WorkerView] | None = None
+        for prefills, decodes in self._sides(views):
+            least = _least_loaded(
+                [view for view in prefills if _has_credit(view, ticket)],
+                [view for view in decodes if _has_credit(view, ticket)],
             )
-            for prefill, decode in self._pairs(views)
-            if (route := _route(ticket, prefill, decode)) is not None
-        ]
-        return min(pairs, key=lambda pair: pair[:4])[4] if pairs else None
+            if least is not None and (best is None or least[0] < best[0]):
+                best = least
+        if best is None:
+            return None
+        _, prefill, decode = best
+        return Route(
+            prefill_id=prefill.record.worker_id,
+            decode_id=decode.record.worker_id,
+            prefill_blocks=_blocks_of(prefill, ticket),
+            decode_blocks=_blocks_of(decode, ticket),
+        )
 
     def has_pair(self, views: Sequence[WorkerView]) -> bool:
         """Whether any two workers can serve together, credit aside."""
-        return bool(self._pairs(views))
+        return any(decodes for _, decodes in self._sides(views))
 
     def most_output_tokens(self, prompt_tokens: int, views: Sequence[WorkerView]) -> int:
         """The most tokens that some pair could generate after such a prompt if it were idle; 0 when none takes it.
 
         A request that asks for more would wait for ever, and all of its class behind it.
         """
-        return max(
-            (_room(prompt_tokens, prefill.record, decode.record) for prefill, decode in self._pairs(views)), default=0
-        )
+        rooms = [0]
+        for prefills, decodes in self._sides(views):
+            contexts = [view.record.max_context_tokens for view in prefills if _holds(view.record, prompt_tokens)]
+            capacities = [
+                min(view.record.max_context_tokens, view.record.num_blocks * view.record.block_size) for view in decodes
+            ]
+            if contexts and capacities:
+                rooms.append(min(max(contexts), max(capacities)) - prompt_tokens)
+        return max(rooms)
 
     def fits(self, record: WorkerRecord) -> bool:
         """Whether a worker runs the model that this gateway tokenizes for."""
         theirs, ours = record.fingerprint, self._fingerprint
         return (theirs.model, theirs.weights, theirs.tokenizer) == (ours.model, ours.weights, ours.tokenizer)
 
-    def _pairs(self, views: Sequence[WorkerView]) -> list[tuple[WorkerView, WorkerView]]:
-        ready = [view for view in views if view.record.state is WorkerState.READY and self.fits(view.record)]
-        return [
-            (prefill, decode)
-            for prefill in ready
-            if prefill.record.role is WorkerRole.PREFILL
-            for decode in ready
-            if decode.record.role is WorkerRole.DECODE and _can_hand_over(prefill.record, decode.record)
-        ]
+    def _sides(self, views: Sequence[WorkerView]) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
+        """Prefill workers that compute alike, and the decode workers that can take over from any of them.
+
+        Hosts and block sizes may differ: some transport joins any two, and the reader lays the blocks out anew.
+        """
+        by_dtype: dict[str, list[WorkerView]] = {}
+        decodes = []
+        for view in views:
+            if view.record.state is not WorkerState.READY or not self.fits(view.record):
+                continue
+            if view.record.role is WorkerRole.PREFILL:
+                by_dtype.setdefault(view.record.fingerprint.dtype, []).append(view)
+            else:
+                decodes.append(view)
+        for dtype, prefills in by_dtype.items():
+            yield (
+                prefills,
+                [view for view in decodes if view.record.converts_dtype or view.record.fingerprint.dtype == dtype],
+            )
+
+
+_Load: TypeAlias = tuple[float, float]
+_Rank: TypeAlias = tuple[float, float, bool, str, str]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -73,41 +99,65 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _can_hand_over(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
-    # Hosts and block sizes may differ: some transport joins any two, and the reader lays the blocks out anew.
-    return prefill.fingerprint.dtype == decode.fingerprint.dtype or decode.converts_dtype
+def _blocks_of(view: WorkerView, ticket: Ticket) -> int:
+    """What a grant takes of a worker: the prompt's blocks, and on the decode side those of all output too."""
+    num_tokens = ticket.prompt_tokens + (ticket.max_tokens if view.record.role is WorkerRole.DECODE else 0)
+    return blocks_for(num_tokens, view.record.block_size)
 
 
-def _route(ticket: Ticket, prefill: WorkerView, decode: WorkerView) -> Route | None:
-    request_tokens = ticket.prompt_tokens + ticket.max_tokens
-    prefill_blocks = blocks_for(ticket.prompt_tokens, prefill.record.block_size)
-    decode_blocks = blocks_for(request_tokens, decode.record.block_size)
-    has_credit = (
-        prefill.free_seqs >= 1
-        and decode.free_seqs >= 1
-        and prefill.free_blocks >= prefill_blocks
-        and decode.free_blocks >= decode_blocks
-        and request_tokens <= min(prefill.record.max_context_tokens, decode.record.max_context_tokens)
+def _has_credit(view: WorkerView, ticket: Ticket) -> bool:
+    return (
+        view.free_seqs >= 1
+        and view.free_blocks >= _blocks_of(view, ticket)
+        and ticket.prompt_tokens + ticket.max_tokens <= view.record.max_context_tokens
     )
-    if not has_credit:
+
+
+def _load(view: WorkerView) -> _Load:
+    """How full a worker is: blocks first, for they stand for tokens, then sequences."""
+    return (
+        view.granted_blocks / max(1, view.record.num_blocks),
+        view.granted_seqs / max(1, view.record.max_num_seqs),
+    )
+
+
+def _least_loaded(
+    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+) -> tuple[_Rank, WorkerView, WorkerView] | None:
+    """The best pair of a worker of each side, and its rank."""
+    if not prefills or not decodes:
         return None
-    return Route(
-        prefill_id=prefill.record.worker_id,
-        decode_id=decode.record.worker_id,
-        prefill_blocks=prefill_blocks,
-        decode_blocks=decode_blocks,
+    prefill_load, decode_load = min(map(_load, prefills)), min(map(_load, decodes))
+    first_prefill = _first_by_host(view for view in prefills if _load(view) == prefill_load)
+    first_decode = _first_by_host(view for view in decodes if _load(view) == decode_load)
+    shared = first_prefill.keys() & first_decode.keys()
+    if shared:
+        host = min(shared, key=lambda name: (_name(first_prefill[name]), _name(first_decode[name])))
+        prefill, decode = first_prefill[host], first_decode[host]
+    else:
+        prefill, decode = min(first_prefill.values(), key=_name), min(first_decode.values(), key=_name)
+    rank = (
+        prefill_load[0] + decode_load[0],
+        prefill_load[1] + decode_load[1],
+        not shared,
+        _name(prefill),
+        _name(decode),
     )
+    return rank, prefill, decode
 
 
-def _load(prefill: WorkerView, decode: WorkerView) -> tuple[float, float]:
-    """How full a pair is: blocks first, for they stand for tokens, then sequences; each the sum of two shares."""
-    blocks = sum(view.granted_blocks / max(1, view.record.num_blocks) for view in (prefill, decode))
-    seqs = sum(view.granted_seqs / max(1, view.record.max_num_seqs) for view in (prefill, decode))
-    return blocks, seqs
+def _first_by_host(views: Iterable[WorkerView]) -> dict[str, WorkerView]:
+    first: dict[str, WorkerView] = {}
+    for view in views:
+        known = first.get(view.record.host_id)
+        if known is None or _name(view) < _name(known):
+            first[view.record.host_id] = view
+    return first
 
 
-def _room(prompt_tokens: int, prefill: WorkerRecord, decode: WorkerRecord) -> int:
-    if blocks_for(prompt_tokens, prefill.block_size) > prefill.num_blocks:
-        return 0
-    context = min(prefill.max_context_tokens, decode.max_context_tokens, decode.num_blocks * decode.block_size)
-    return max(0, context - prompt_tokens)
+def _name(view: WorkerView) -> str:
+    return view.record.worker_id
+
+
+def _holds(record: WorkerRecord, prompt_tokens: int) -> bool:
+    return blocks_for(prompt_tokens, record.block_size) <= record.num_blocks

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.core.model import ModelFingerprint
 from baton.core.workers import Route, Ticket, WorkerRecord, WorkerRole, WorkerState, WorkerView
@@ -108,3 +111,57 @@ def test_most_output_tokens_is_what_an_idle_pair_could_hold() -> None:
     assert ROUTER.most_output_tokens(60, [view("p1", num_blocks=3), view("d1")]) == 0
     assert ROUTER.most_output_tokens(60, [view("p1"), view("d1", max_context_tokens=64)]) == 4
     assert ROUTER.most_output_tokens(1, []) == 0
+
+
+WORKERS = st.builds(
+    view,
+    st.builds("{}{}".format, st.sampled_from("pd"), st.integers(0, 9)),
+    granted_blocks=st.integers(0, 8),
+    granted_seqs=st.integers(0, 2),
+    host_id=st.sampled_from(("h1", "h2", "h3")),
+    fingerprint=st.sampled_from([replace(OURS, dtype=dtype) for dtype in ("float32", "bfloat16")]),
+    converts_dtype=st.booleans(),
+    num_blocks=st.sampled_from((8, 16)),
+    block_size=st.sampled_from((8, 16)),
+    max_context_tokens=st.sampled_from((40, 64, 8192)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(WORKERS, max_size=10, unique_by=lambda view: view.record.worker_id), st.integers(1, 60))
+def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], prompt_tokens: int) -> None:
+    ticket = replace(TICKET, prompt_tokens=prompt_tokens)
+    pairs = [
+        (p, d)
+        for p in views
+        for d in views
+        if p.record.role is WorkerRole.PREFILL
+        and d.record.role is WorkerRole.DECODE
+        and (d.record.converts_dtype or p.record.fingerprint.dtype == d.record.fingerprint.dtype)
+    ]
+
+    def rank(p: WorkerView, d: WorkerView) -> Any:
+        blocks = Fraction(p.granted_blocks, p.record.num_blocks) + Fraction(d.granted_blocks, d.record.num_blocks)
+        names = (p.record.worker_id, d.record.worker_id)
+        return blocks, p.granted_seqs + d.granted_seqs, p.record.host_id != d.record.host_id, *names
+
+    def fits(p: WorkerView, d: WorkerView) -> bool:
+        needs = [(p, prompt_tokens), (d, prompt_tokens + TICKET.max_tokens)]
+        return all(
+            w.free_seqs > 0
+            and w.free_blocks * w.record.block_size >= tokens
+            and prompt_tokens + TICKET.max_tokens <= w.record.max_context_tokens
+            for w, tokens in needs
+        )
+
+    def room(p: WorkerView, d: WorkerView) -> int:
+        if prompt_tokens > p.record.num_blocks * p.record.block_size:
+            return 0
+        pool = d.record.num_blocks * d.record.block_size
+        return min(p.record.max_context_tokens, d.record.max_context_tokens, pool) - prompt_tokens
+
+    expected = min((rank(p, d) for p, d in pairs if fits(p, d)), default=None)
+    chosen = ROUTER.choose_route(ticket, views)
+    assert (chosen and (chosen.prefill_id, chosen.decode_id)) == (expected and expected[3:])
+    assert ROUTER.has_pair(views) == bool(pairs)
+    assert ROUTER.most_output_tokens(prompt_tokens, views) == max([0, *(room(p, d) for p, d in pairs)])
