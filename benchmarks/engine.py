@@ -18,7 +18,7 @@ from baton.engine.precision import resolve_dtype
 from baton.engine.threads import use_threads
 from benchmarks.engine_under_test import BatonEngine, TransformersModel
 from benchmarks.limits import READ_BYTES, LinearLayers, MemoryRead, SquareProduct, Times, in_turn
-from benchmarks.machine import describe_machine
+from benchmarks.machine import busy_share, describe_machine
 from benchmarks.overhead import overhead_figures
 from benchmarks.pipe_peers import pipe_peer_figures
 from benchmarks.report import Figure, print_figures, write_json
@@ -182,17 +182,19 @@ def main() -> None:
     parser.add_argument("--no-pipe-peers", action="store_true", help="leave out llama.cpp and vLLM")
     options = parser.parse_args()
     scope = QUICK if options.quick else FULL
+    busy = busy_share()
     content = measure(options.model, scope, options.threads)
     figures: list[Figure] = content["figures"]
     figures += overhead_figures(rounds=20 if options.quick else 200)
     if not options.no_pipe_peers:
         figures += pipe_peer_figures(figures, scope.prompts, scope.batches, options.threads)
     console = Console()
-    print_figures(console, f"engine, {options.threads} threads", figures)
+    print_figures(console, f"engine, {options.threads} threads; cores busy with other work before: {busy:.0%}", figures)
     write_json(
         OUT,
         {
             "machine": describe_machine(),
+            "busy_share_before": busy,
             "configuration": {"threads": options.threads, "quick": options.quick, "context_tokens": CONTEXT_TOKENS},
             "figures": [figure.as_json() for figure in figures],
             "times": content["times"],

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from benchmarks.load import LoadSummary, RequestFailedError, run_load, warm_up
-from benchmarks.machine import describe_machine
+from benchmarks.machine import busy_share, describe_machine
 from benchmarks.random_model import copy_tokenizer, save_random_llama
 from benchmarks.report import print_table, write_json
 from benchmarks.systems.catalogue import BATON, MODEL, VLLM, VLLM_TUNED, Choice
@@ -72,9 +72,12 @@ async def measure(choice: Choice, case: Case, interval_s: float) -> dict[str, An
     try:
         async with choice.start() as system:
             await warm_up(system.client, num_requests=4)
-            return {"interval_s": interval_s, "configuration": system.configuration} | await _compare(
-                system.client, case, interval_s
-            )
+            entry = {
+                "interval_s": interval_s,
+                "configuration": system.configuration,
+                "busy_share_before": await asyncio.to_thread(busy_share),
+            }
+            return entry | await _compare(system.client, case, interval_s)
     except (CannotRunError, RequestFailedError) as error:
         return {"interval_s": interval_s, "not_runnable": f"not runnable here: {error}"}
 
@@ -124,15 +127,15 @@ def show(console: Console, title: str, entries: dict[str, dict[str, Any]]) -> No
     rows = []
     for name, entry in entries.items():
         if "not_runnable" in entry:
-            rows.append((name, *[""] * 10, entry["not_runnable"]))
+            rows.append((name, *[""] * 11, entry["not_runnable"]))
             continue
-        cells = [f"{entry['interval_s']:.2f}"]
+        cells = [f"{entry['interval_s']:.2f}", f"{entry['busy_share_before']:.0%}"]
         for key in ("chat_ttft_p95", "chat_gap_p99", "long"):
             cells += _pair(entry[f"{key}_alone_s"], entry[f"{key}_beside_s"])
         failed = entry["num_chats_failed"]
         note = entry["long_error"] or (f"{failed} chats failed" if failed else "")
         rows.append((name, *cells, note))
-    headings = ["system", "each s", "TTFT p95 alone", "beside", "x", "gap p99 alone", "beside", "x"]
+    headings = ["system", "each s", "busy before", "TTFT p95 alone", "beside", "x", "gap p99 alone", "beside", "x"]
     headings += ["long alone", "beside", "x", ""]
     print_table(console, title, headings, rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,25 @@ def describe_machine() -> dict[str, Any]:
         "load_average_1m": load_1m,
         "load_average_5m": load_5m,
     }
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """Part of the cores that other work takes just now, 0 to 1; to be asked while we do nothing. Blocks for `seconds`.
+
+    It goes with every figure, because what shares the cores with a system slows it by more than its share: threads
+    that wait for one another all wait for the one that was preempted.
+    """
+    busy_before, all_before = _cpu_ticks()
+    time.sleep(seconds)
+    busy, total = _cpu_ticks()
+    return (busy - busy_before) / max(1, total - all_before)
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """(busy, all) ticks of all cores since the machine started. What the host takes away counts as busy."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    ticks = [int(field) for field in fields]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def _value(info: str, key: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from benchmarks.load import LoadSummary, RequestFailedError, run_load, warm_up
-from benchmarks.machine import describe_machine
+from benchmarks.machine import busy_share, describe_machine
 from benchmarks.report import Figure, print_figures, print_table, write_json
 from benchmarks.systems.catalogue import BATON, LLAMA_CPP, TRANSFORMERS, VLLM
 from benchmarks.systems.system import CannotRunError
@@ -43,6 +43,7 @@ class Outcome:
     name: str
     configuration: dict[str, Any] = field(default_factory=dict)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    busy_before: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
 
     def summary(self, load: str) -> LoadSummary | None:
@@ -54,6 +55,7 @@ class Outcome:
         return {
             "configuration": self.configuration,
             "not_runnable": self.reason,
+            "busy_share_before": self.busy_before,
             "summaries": {load: asdict(LoadSummary.of(samples)) for load, samples in self.samples.items()},
             "samples": {load: [each.as_json() for each in samples] for load, samples in self.samples.items()},
         }
@@ -85,6 +87,7 @@ async def measure(choice: Choice, requests: Mapping[str, Sequence[Request]]) -> 
 async def _run_loads(system: System, requests: Mapping[str, Sequence[Request]], outcome: Outcome) -> None:
     await warm_up(system.client, num_requests=4)
     for load, each in requests.items():
+        outcome.busy_before[load] = await asyncio.to_thread(busy_share)
         outcome.samples[load] = await run_load(system.client, each)
 
 
@@ -127,7 +130,7 @@ def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str
         for outcome in outcomes:
             summary = outcome.summary(load)
             if summary is None:
-                rows.append((load, outcome.name, *[""] * 7, outcome.reason or "not run"))
+                rows.append((load, outcome.name, *[""] * 8, outcome.reason or "not run"))
                 continue
             figures = (
                 summary.ttft_p50_s,
@@ -138,8 +141,9 @@ def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str
             )
             counts = (f"{summary.num_complete}", f"{summary.output_tokens_per_s:.1f}")
             failed = f"{summary.num_failed} failed" if summary.num_failed else ""
-            rows.append((load, outcome.name, *counts, *[f"{each:.3f}" for each in figures], failed))
-    headings = ("", "system", "n", "tokens/s", "TTFT p50", "p95", "TPOT p50", "gap p50", "gap p99", "")
+            busy = f"{outcome.busy_before[load]:.0%}"
+            rows.append((load, outcome.name, *counts, *[f"{each:.3f}" for each in figures], busy, failed))
+    headings = ("", "system", "n", "tokens/s", "TTFT p50", "p95", "TPOT p50", "gap p50", "gap p99", "busy before", "")
     print_table(console, "whole system (seconds)", headings, rows)
 
 

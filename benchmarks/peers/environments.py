@@ -51,13 +51,13 @@ def ensure(name: str) -> None:
     EnvironmentFailedError names what failed; pip's own output goes to `.cache/peers/<name>.log`.
     """
     folder, pins = ROOT / name, PINS / f"{name}.txt"
-    digest = hashlib.sha256(pins.read_bytes()).hexdigest()
+    recipe = RECIPES[name]
+    digest = hashlib.sha256(pins.read_bytes() + repr(recipe).encode()).hexdigest()
     stamp = folder / STAMP_NAME
     if stamp.is_file() and stamp.read_text() == digest:
         return
     print(f"making the environment of {name} in {folder}", flush=True)
     venv.EnvBuilder(with_pip=True, clear=True).create(folder)
-    recipe = RECIPES[name]
     # Every package is listed with its version, so nothing is left for pip to choose.
     command = [str(python_of(name)), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
     command += ["-r", str(pins)]

