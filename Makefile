@@ -12,7 +12,7 @@ PROTOS := $(wildcard protos/baton/v1/*.proto)
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--python_out="$(1)" --grpc_python_out="$(1)" --mypy_out="$(1)" --mypy_grpc_out="$(1)" $(PROTOS)
 
-.PHONY: help setup model run test check proto clean peers bench-engine bench-peers bench-isolation
+.PHONY: help setup model run test check proto clean peers bench-engine bench-peers bench-isolation bench-handover
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name what; do \
@@ -64,6 +64,9 @@ bench-engine: model ## measure the engine alone against peers and the machine's 
 bench-peers: model ## measure the whole system against peers
 	-@$(BIN)/python -m benchmarks.peers.environments
 	$(BIN)/python -m benchmarks.whole_system $(BENCH)
+
+bench-handover: model ## measure KV handovers over each transport beside a plain memory copy
+	$(BIN)/python -m benchmarks.handover $(BENCH)
 
 bench-isolation: model ## measure what one long prompt does to the chats beside it
 	-@$(BIN)/python -m benchmarks.peers.environments vllm

@@ -2,10 +2,10 @@
 
 `docs/kv_handover.md` tells the protocol. What runs where:
 
-- prefill engine process: `ShmPool` (the blocks and the fence table), `LeaseTable` (who may read them)
-- prefill server process: `KvTransferServicer`
+- prefill engine process: `SourcePool` (the blocks, the fence table, what sends them), `LeaseTable` (who may read them)
+- prefill server process: `KvTransferServicer`, `BlockStream` (the blocks over gRPC)
 - decode server process: `PeerDirectory` (handshakes, renewals, releases)
 - decode engine process: `PeerReaders` (the pools of known peers, read through a `KVReader` each)
 
-Only `shm`, and whoever imports it, imports torch: the server processes stay without.
+What runs in a server process imports no torch.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from baton.core.settings import ServerSettings
     from kv_transfer.cuda_ipc import CudaIpcPool
     from kv_transfer.descriptor import PoolHandle
     from kv_transfer.dist_source import DistSource
@@ -23,13 +25,22 @@ if TYPE_CHECKING:
     from kv_transfer.segment import SegmentSpec
 
 
+_EVERYWHERE = ("0.0.0.0", "::", "[::]")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistPlace:
-    """Where a source listens, under which host name readers find it, and what progress it waits for how long."""
+    """Where a source listens, under which host name readers find it, and for how long it waits for progress."""
 
     host: str
     advertised_host: str
     timeout_s: float
+
+    @classmethod
+    def beside(cls, server: ServerSettings, timeout_s: float) -> Self:
+        """On the address of the worker's server. One that stands for all addresses becomes this machine's name."""
+        host = socket.gethostname() if server.host in _EVERYWHERE else server.host
+        return cls(host=host, advertised_host=server.advertise_host or host, timeout_s=timeout_s)
 
 
 class SourcePool:

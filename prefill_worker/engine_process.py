@@ -70,12 +70,7 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
         core = PrefillCore(blocks, settings.limits, leases, clock, loaded.structures)
-        server = settings.server
-        place = DistPlace(
-            host=server.host,
-            advertised_host=server.advertise_host or server.host,
-            timeout_s=settings.handover.timeout_s,
-        )
+        place = DistPlace.beside(settings.server, settings.handover.timeout_s)
         pool.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
         channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))
         EngineLoop(core, loaded.executor, clock).run(channel)

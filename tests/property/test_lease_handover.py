@@ -7,6 +7,7 @@ FencedReader. Blocks hold the number of the attempt that wrote them, so a read o
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import hypothesis.strategies as st
 import torch
@@ -18,6 +19,7 @@ from baton.core.errors import ResourceExhaustedError
 from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool, OutOfBlocksError
 from baton.engine.kv_pool import KVPool
+from kv_transfer import fenced
 from kv_transfer.descriptor import KVDescriptor, PeerKey
 from kv_transfer.destination import copy_on_cpu
 from kv_transfer.errors import LeaseNotFoundError, StaleLeaseError
@@ -72,6 +74,8 @@ class Handover(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.small_pieces = mock.patch.object(fenced, "PIECE_BYTES", LAYOUT.block_bytes)
+        self.small_pieces.start()
         self.clock = ManualClock()
         self.lives = 0
         self.attempts = 0
@@ -89,7 +93,6 @@ class Handover(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
         self.table = LeaseTable(self.memory, self.clock, lease_s=LEASE_S)
         self.reader = FencedReader(self.peer, LAYOUT, self.memory)
-        self.reader._piece_blocks = 1
 
     def free(self, ended: EndedLease | None) -> None:
         if ended is None:
@@ -234,6 +237,7 @@ class Handover(RuleBasedStateMachine):
         self.pool.check_integrity()
 
     def teardown(self):
+        self.small_pieces.stop()
         self.clock.advance(LEASE_S)
         self.sweep()
         assert self.pool.num_used == 0
