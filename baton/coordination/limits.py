@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class ClassLimits:
     """One class of requests. `max_prefills` bounds its prefills that run at once, over all gateways; None: no bound.
 
-    Classes take turns at free credit in the ratio of their `weight`.
+    Classes take turns at free credit in the ratio of their `weight`. When a class is full, a tenant with less than an
+    equal part of it is admitted all the same, until it holds twice as much.
     """
 
     max_waiting: int

@@ -27,8 +27,20 @@ if age_ms < settle_ms then
   return {'settling', settle_ms - age_ms}
 end
 
+-- A queue that others have filled still has room, as much again, for a tenant who waits with less than an equal part.
+local mine = class .. '|' .. ticket.tenant
+local own = redis.call('ZLEXCOUNT', QUEUE, '[' .. mine .. '|', '(' .. mine .. '}')
+local tenants = redis.call('ZLEXCOUNT', TURNS, '[' .. class .. '|', '(' .. class .. '}') + (own == 0 and 1 or 0)
+local sums = redis.call('HMGET', LOAD, 'tokens:' .. class, 'tokens:' .. mine)
+if tenants > 1 and own < math.floor(max_waiting / tenants) then
+  max_waiting = 2 * max_waiting
+end
+if tenants > 1 and number(sums[2]) + ticket.prompt_tokens <= max_tokens / tenants then
+  max_tokens = 2 * max_tokens
+end
+
 local waiting = num_waiting(class)
-local tokens = number(redis.call('HGET', LOAD, 'tokens:' .. class))
+local tokens = number(sums[1])
 local excess = math.max(waiting + 1 - max_waiting, 0)
 local why = excess > 0 and 'requests'
 if not why and waiting > 0 and tokens + ticket.prompt_tokens > max_tokens then

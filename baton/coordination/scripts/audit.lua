@@ -44,6 +44,7 @@ for attempt, raw in pairs(tickets) do
   if is_queued then
     num_queued = num_queued + 1
     expect(LOAD, 'tokens:' .. ticket.class, ticket.prompt_tokens)
+    expect(LOAD, 'tokens:' .. ticket.class .. '|' .. ticket.tenant, ticket.prompt_tokens)
     local name = ticket.class .. '|' .. ticket.tenant
     local turn = seats[name] and turn_member(ticket.class, tonumber(seats[name]), ticket.tenant)
     if not turn or not redis.call('ZSCORE', TURNS, turn) then

@@ -156,6 +156,7 @@ local function enqueue(ticket, attempt, comes_back)
   local class, tenant = ticket.class, ticket.tenant
   redis.call('ZADD', QUEUE, 0, queue_member(ticket, attempt))
   add(LOAD, 'tokens:' .. class, ticket.prompt_tokens)
+  add(LOAD, 'tokens:' .. class .. '|' .. tenant, ticket.prompt_tokens)
   local seat = redis.call('HGET', SEATS, class .. '|' .. tenant)
   if not seat then
     sit_down(class, tenant, comes_back and ticket.order or number_after(TURNS, class))
@@ -171,6 +172,7 @@ local function dequeue(ticket, attempt)
     return false
   end
   add(LOAD, 'tokens:' .. ticket.class, -ticket.prompt_tokens)
+  add(LOAD, 'tokens:' .. ticket.class .. '|' .. ticket.tenant, -ticket.prompt_tokens)
   if not first_of(QUEUE, ticket.class .. '|' .. ticket.tenant) then
     stand_up(ticket.class, ticket.tenant)
   end

@@ -210,6 +210,26 @@ async def test_full_is_refused_with_a_time(stage: Stage):
         await stage.assert_idle(queue)
 
 
+async def test_a_tenant_that_fills_the_queue_fills_it_for_itself(stage: Stage):
+    async with stage.gateway() as queue, AsyncExitStack() as stack:
+
+        async def admit(name: str, tenant: str, tokens: int = 100) -> None:
+            wanted = ticket(name, queue_class="long", tenant=tenant, prompt_tokens=tokens)
+            await stack.enter_async_context(queue.admit(wanted))
+
+        for i in range(4):
+            await admit(f"f{i}", "flood", 950)
+        with pytest.raises(ResourceExhaustedError, match="limit is 4 requests"):
+            await admit("f4", "flood")
+        await admit("c0", "calm", 2000)
+        with pytest.raises(ResourceExhaustedError, match="limit is 4000 prompt tokens"):
+            await admit("big", "calm", 201)
+        await admit("q0", "quiet", 100)
+        with pytest.raises(ResourceExhaustedError):
+            await admit("q1", "quiet", 100)  # a third of four is one
+        assert await queue.check_integrity() == []
+
+
 async def test_a_live_request_is_not_run_twice(stage: Stage):
     async with stage.gateway("g1") as mine, stage.gateway("g2") as other, mine.admit(ticket("1")):
         for queue in (mine, other):
