@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.coordination.client import connect
 from baton.coordination.keys import Keys
-from baton.coordination.limits import ClassLimits, QueueConfig
+from baton.coordination.limits import QueueConfig
 from baton.coordination.queue import AdmissionQueue
 from baton.core.clock import SystemClock
 from baton.core.ids import new_incarnation
@@ -20,13 +20,12 @@ from baton.telemetry.logging import setup_logging
 from baton.telemetry.metrics import start_metrics
 from baton.telemetry.tracing import setup_tracing
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
-from gateway.classes import QueueClass, QueueClasses
 from gateway.fleet import Fleet
 from gateway.routing import Router
 from gateway.served_model import load_served_model
 from gateway.service import GatewayServicer, RequestSettings
 from gateway.session import SessionServices
-from gateway.settings import GatewaySettings, QueueSettings
+from gateway.settings import GatewaySettings
 from gateway.tokenization import Tokenizer, TokenizerPool
 from gateway.worker_calls import LOOKAHEAD_BYTES, WorkerCalls
 
@@ -63,7 +62,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         )
         stack.callback(pool.close)
         router = Router(model.fingerprint)
-        classes = _queue_classes(settings.queue)
+        classes = settings.queue.queue_classes
         queue = AdmissionQueue(
             connection,
             Keys(settings.redis.namespace, model.name),
@@ -117,25 +116,6 @@ def _load_model(settings: GatewaySettings) -> tuple[Tokenizer, ServedModel]:
     tokenizer = Tokenizer.load(settings.model.path)
     model = load_served_model(settings.model, tokenizer, default_max_tokens=settings.limits.default_max_tokens)
     return tokenizer, model
-
-
-def _queue_classes(settings: QueueSettings) -> QueueClasses:
-    return QueueClasses(
-        QueueClass(
-            name=name,
-            max_prompt_tokens=chosen.max_prompt_tokens,
-            queue_timeout_s=chosen.queue_timeout_s,
-            request_timeout_s=chosen.request_timeout_s,
-            limits=ClassLimits(
-                max_waiting=chosen.max_waiting,
-                max_waiting_tokens=chosen.max_waiting_tokens,
-                max_prefills=chosen.max_prefills,
-                weight=chosen.weight,
-            ),
-        )
-        for name, chosen in settings.classes.items()
-        if chosen is not None
-    )
 
 
 if __name__ == "__main__":

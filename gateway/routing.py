@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.workers import Route, WorkerRole, WorkerState
@@ -29,10 +30,7 @@ class Router:
         """
         best: tuple[_Rank, WorkerView, WorkerView] | None = None
         for prefills, decodes in self._sides(views):
-            least = _least_loaded(
-                [view for view in prefills if _has_credit(view, ticket)],
-                [view for view in decodes if _has_credit(view, ticket)],
-            )
+            least = _best_pair(_least_loaded(prefills, ticket), _least_loaded(decodes, ticket))
             if least is not None and (best is None or least[0] < best[0]):
                 best = least
         if best is None:
@@ -113,23 +111,32 @@ def _has_credit(view: WorkerView, ticket: Ticket) -> bool:
     )
 
 
-def _load(view: WorkerView) -> _Load:
-    """How full a worker is: blocks first, for they stand for tokens, then sequences."""
-    return (
-        view.granted_blocks / max(1, view.record.num_blocks),
-        view.granted_seqs / max(1, view.record.max_num_seqs),
-    )
+def _least_loaded(views: Iterable[WorkerView], ticket: Ticket) -> tuple[_Load, list[WorkerView]]:
+    """Of the workers with credit those that are least full, and how full they are.
+
+    Blocks come first, for they stand for tokens, then sequences.
+    """
+    least: _Load = (math.inf, math.inf)
+    found: list[WorkerView] = []
+    for view in views:
+        record = view.record
+        load = (view.granted_blocks / max(1, record.num_blocks), view.granted_seqs / max(1, record.max_num_seqs))
+        if load <= least and _has_credit(view, ticket):
+            if load < least:
+                least, found = load, []
+            found.append(view)
+    return least, found
 
 
-def _least_loaded(
-    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+def _best_pair(
+    prefills: tuple[_Load, list[WorkerView]], decodes: tuple[_Load, list[WorkerView]]
 ) -> tuple[_Rank, WorkerView, WorkerView] | None:
-    """The best pair of a worker of each side, and its rank."""
-    if not prefills or not decodes:
+    """Of the least loaded workers of either side the pair that goes first, and its rank; None when a side has none."""
+    (prefill_load, least_prefills), (decode_load, least_decodes) = prefills, decodes
+    if not least_prefills or not least_decodes:
         return None
-    prefill_load, decode_load = min(map(_load, prefills)), min(map(_load, decodes))
-    first_prefill = _first_by_host(view for view in prefills if _load(view) == prefill_load)
-    first_decode = _first_by_host(view for view in decodes if _load(view) == decode_load)
+    first_prefill = _first_by_host(least_prefills)
+    first_decode = _first_by_host(least_decodes)
     shared = first_prefill.keys() & first_decode.keys()
     if shared:
         host = min(shared, key=lambda name: (_name(first_prefill[name]), _name(first_decode[name])))

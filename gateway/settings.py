@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from baton.coordination.limits import ClassLimits
 from baton.core.settings import (
     ComponentSettings,
     ModelSettings,
@@ -14,6 +15,7 @@ from baton.core.settings import (
     ServerSettings,
     TelemetrySettings,
 )
+from gateway.classes import QueueClass, QueueClasses
 
 
 class GatewayServerSettings(ServerSettings):
@@ -92,6 +94,26 @@ class QueueSettings(Section):
         if len(set(bounds)) < len(bounds):
             raise ValueError("two classes have the same max_prompt_tokens")
         return present
+
+    @property
+    def queue_classes(self) -> QueueClasses:
+        """The classes as sessions and the queue take them."""
+        return QueueClasses(
+            QueueClass(
+                name=name,
+                max_prompt_tokens=chosen.max_prompt_tokens,
+                queue_timeout_s=chosen.queue_timeout_s,
+                request_timeout_s=chosen.request_timeout_s,
+                limits=ClassLimits(
+                    max_waiting=chosen.max_waiting,
+                    max_waiting_tokens=chosen.max_waiting_tokens,
+                    max_prefills=chosen.max_prefills,
+                    weight=chosen.weight,
+                ),
+            )
+            for name, chosen in self.classes.items()
+            if chosen is not None
+        )
 
 
 class LimitSettings(Section):

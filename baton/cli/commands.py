@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
+DEFAULT_MIX = ("0.95:40-120:64", "0.05:2000-8000:128")
 MODEL_VARIABLES = ("BATON_MODEL__PATH", "BATON_GATEWAY__MODEL__PATH")
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -154,6 +155,58 @@ def status(address: Address = DEFAULT_ADDRESS) -> None:
     """Show queues, workers and occupancy now."""
     with _one_line_errors():
         asyncio.run(show_status(address, Console()))
+
+
+@app.command()
+def simulate(  # noqa: PLR0913 flags of the command
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests that come each second.")] = 2.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 2000,
+    mix: Annotated[
+        list[str] | None, typer.Option(help="SHARE:PROMPT:OUTPUT tokens of a kind of request. May be repeated.")
+    ] = None,
+    tenants: Annotated[int, typer.Option(min=1, help="Tenants who send them.")] = 1,
+    flood: Annotated[float, typer.Option(min=0.001, help="The first tenant sends so much more than another.")] = 1.0,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="Positions in a worker's KV pool.")] = 65_536,
+    sequences: Annotated[int, typer.Option(min=1, help="Most sequences of a worker.")] = 32,
+    prefill_speed: Annotated[float, typer.Option(min=0.001, help="Prompt tokens a second of a worker.")] = 900.0,
+    step_ms: Annotated[float, typer.Option(min=0.0, help="A decode step's time, without its sequences.")] = 18.0,
+    sequence_ms: Annotated[float, typer.Option(min=0.0, help="What each sequence adds to a decode step.")] = 0.9,
+    wanted_s: Annotated[float, typer.Option(min=0.0, help="Time to the first token that counts as good.")] = 1.0,
+    find_ratio: Annotated[
+        bool, typer.Option("--find-ratio", help="Divide the workers as serves this load best.")
+    ] = False,
+    seed: Seed = 0,
+) -> None:
+    """Run the production schedulers, routing and queue policy on a virtual clock, with workers of any number.
+
+    Prints percentiles, goodput and fairness. Classes are those of a gateway that is not told otherwise.
+    """
+    from baton.cli.simulate import Scenario
+    from baton.cli.simulate import simulate as run_simulation
+    from baton.sim.load import Costs, Load, Part
+    from baton.sim.simulation import Fleet
+    from baton.sim.workers import BLOCK_SIZE, WorkerSize
+
+    try:
+        parts = [Part.parse(text) for text in mix or DEFAULT_MIX]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mix") from None
+    longest = max(part.prompt_tokens[1] + part.output_tokens[1] for part in parts)
+    if longest > kv_tokens:
+        raise typer.BadParameter(f"a request of {longest} tokens of the mix does not fit", param_hint="--kv-tokens")
+    if find_ratio and prefill + decode < 3:
+        raise typer.BadParameter("needs three workers or more to divide", param_hint="--find-ratio")
+    size = WorkerSize(num_blocks=kv_tokens // BLOCK_SIZE, max_num_seqs=sequences)
+    costs = Costs(prefill_token_s=1 / prefill_speed, decode_step_s=step_ms / 1000, decode_seq_s=sequence_ms / 1000)
+    scenario = Scenario(
+        fleet=Fleet(num_prefill=prefill, num_decode=decode, prefill=size, decode=size, costs=costs),
+        load=Load(parts=parts, rate=rate, num_requests=requests, num_tenants=tenants, flood=flood, seed=seed or 0),
+        wanted_first_token_s=wanted_s,
+    )
+    with _one_line_errors():
+        run_simulation(scenario, Console(), find_ratio=find_ratio)
 
 
 @contextmanager

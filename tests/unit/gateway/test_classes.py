@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidArgumentError, StartupError
-from gateway.__main__ import _queue_classes
 from gateway.caller import read_caller
 from gateway.settings import GatewaySettings
 
@@ -17,7 +16,7 @@ def load(monkeypatch: pytest.MonkeyPatch, *flags: str, **environment: str):
 
 
 def test_chats_are_below_1024_tokens(monkeypatch):
-    classes = _queue_classes(load(monkeypatch).queue)
+    classes = load(monkeypatch).queue.queue_classes
     assert [classes.classify(n).name for n in (1, 1023, 1024, 8000)] == ["chat", "chat", "long", "long"]
     assert {name: limits.weight for name, limits in classes.limits.items()} == {"chat": 4.0, "long": 1.0}
 
@@ -28,12 +27,12 @@ def test_a_class_can_be_refined_added_and_removed(monkeypatch):
         BATON_QUEUE__CLASSES__CHAT__MAX_WAITING="7",
         BATON_GATEWAY__QUEUE__CLASSES__BOOK='{"max_prompt_tokens": 8000, "request_timeout_s": 30}',
     )
-    classes = _queue_classes(settings.queue)
+    classes = settings.queue.queue_classes
     assert [classes.classify(n).name for n in (1023, 1024, 8000, 8001)] == ["chat", "book", "book", "long"]
     assert (classes.limits["chat"].max_waiting, classes.limits["chat"].weight) == (7, 4.0)
     assert classes.classify(2000).request_timeout_s == 30
     only = load(monkeypatch, "--queue.classes", '{"chat": null, "book": null}').queue
-    assert [_queue_classes(only).classify(n).name for n in (1, 8000)] == ["long", "long"]
+    assert [only.queue_classes.classify(n).name for n in (1, 8000)] == ["long", "long"]
 
 
 @pytest.mark.parametrize(

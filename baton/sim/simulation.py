@@ -1,0 +1,225 @@
+"""A deployment on a virtual clock: requests from their arrival to their last token, or to their refusal.
+
+The queue's policy, routing and both schedulers are the code that runs in production; the queue's scripts are replaced
+by their twin, computing by its cost. Nothing fails here, and clients do not retry.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from baton.coordination.limits import QueueConfig
+from baton.coordination.policy import Policy
+from baton.core.model import ModelFingerprint
+from baton.core.workers import Ticket, WorkerRecord, WorkerRole, WorkerState
+from baton.sim.load import Costs
+from baton.sim.queue_twin import Admitted, QueueTwin
+from baton.sim.workers import SimDecode, SimPrefill, WorkerSize
+from gateway.routing import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from baton.core.workers import Route
+    from baton.sim.load import Arrival
+    from gateway.classes import QueueClasses
+
+_MODEL = ModelFingerprint(model="simulated", weights="w", tokenizer="t", dtype="float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The workers of a deployment."""
+
+    num_prefill: int
+    num_decode: int
+    prefill: WorkerSize
+    decode: WorkerSize
+    costs: Costs = field(default_factory=Costs)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request's life; times in seconds of the virtual clock. `end` is `tokens` or why there are none."""
+
+    arrival: Arrival
+    queue_class: str
+    end: str = ""
+    granted_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    route: Route | None = None
+
+
+class Simulation:
+    """One run. `run` is called once."""
+
+    def __init__(self, fleet: Fleet, classes: QueueClasses, *, reserve_after_s: float = 5.0) -> None:
+        self._classes = classes
+        self._twin = QueueTwin(classes.limits)
+        self._reserve_after_s = reserve_after_s
+        config = QueueConfig(gateway_id="simulated", classes=classes.limits, reserve_after_s=reserve_after_s)
+        self._policy = Policy(Router(_MODEL).choose_route, config)
+        self._prefills = {f"p{index:05}": SimPrefill(fleet.prefill, fleet.costs) for index in range(fleet.num_prefill)}
+        self._decodes = {f"d{index:05}": SimDecode(fleet.decode, fleet.costs) for index in range(fleet.num_decode)}
+        for name in self._prefills:
+            self._twin.register(_record(name, WorkerRole.PREFILL, fleet.prefill))
+        for name in self._decodes:
+            self._twin.register(_record(name, WorkerRole.DECODE, fleet.decode))
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._now_s = 0.0
+        self._waiting: dict[str, Outcome] = {}
+        self._running: dict[str, Outcome] = {}
+
+    def run(self, arrivals: Iterable[Arrival]) -> list[Outcome]:
+        """All requests with their ends. AssertionError when a block or a credit is left over."""
+        outcomes: list[Outcome] = []
+        for arrival in arrivals:
+            self._run_until(arrival.at_s)
+            outcomes.append(self._arrive(arrival, str(len(outcomes))))
+        self._run_until(float("inf"))
+        assert not self._waiting, "requests wait and nothing happens any more"
+        assert not self._running, "requests run and nothing happens any more"
+        for prefill in self._prefills.values():
+            prefill.assert_idle()
+        for decode in self._decodes.values():
+            decode.assert_idle()
+        assert all(view.granted_blocks == view.granted_seqs == 0 for view in self._twin.snapshot(0).views)
+        return outcomes
+
+    @property
+    def _now_ms(self) -> int:
+        return int(self._now_s * 1000)
+
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now_s + delay_s, next(self._numbers), act))
+
+    def _run_until(self, end_s: float) -> None:
+        while self._events and self._events[0][0] <= end_s:
+            self._now_s, _, act = heapq.heappop(self._events)
+            act()
+        if end_s != float("inf"):
+            self._now_s = end_s
+
+    def _arrive(self, arrival: Arrival, name: str) -> Outcome:
+        queue_class = self._classes.classify(arrival.prompt_tokens)
+        outcome = Outcome(arrival, queue_class.name)
+        ticket = Ticket(
+            attempt_id=name,
+            request_id=name,
+            queue_class=queue_class.name,
+            prompt_tokens=arrival.prompt_tokens,
+            max_tokens=arrival.output_tokens,
+            tenant=arrival.tenant,
+            max_wait_s=queue_class.queue_timeout_s,
+        )
+        answer = self._twin.admit(ticket, self._now_ms)
+        if not isinstance(answer, Admitted):
+            outcome.end = "late" if answer.why == "late" else "full"
+            outcome.ended_s = self._now_s
+            return outcome
+        self._waiting[name] = outcome
+        self._after(queue_class.queue_timeout_s, lambda: self._time_out(name))
+        self._dispatch()
+        return outcome
+
+    def _time_out(self, name: str) -> None:
+        outcome = self._waiting.pop(name, None)
+        if outcome is not None:
+            outcome.end, outcome.ended_s = "timeout", self._now_s
+            self._twin.end(name)
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """A dispatcher's round."""
+        while self._twin.num_waiting:
+            snapshot = self._twin.snapshot(self._now_ms)
+            choice = self._policy.choose(snapshot, {})
+            if choice is None:
+                kept = self._policy.reserve(snapshot)
+                if kept is not None:
+                    least_ms = round(self._reserve_after_s * 1000)
+                    self._twin.reserve(kept[0].ticket.attempt_id, kept[1], least_ms, self._now_ms)
+                return
+            head, route = choice
+            name = head.ticket.attempt_id
+            if self._twin.grant(name, route, self._now_ms) == "granted":
+                outcome = self._running[name] = self._waiting.pop(name)
+                outcome.granted_s, outcome.route = self._now_s, route
+                self._prefills[route.prefill_id].add(name, outcome.arrival.prompt_tokens, self._now_s)
+                self._step_prefill(route.prefill_id)
+            else:  # it expired in this very moment: its time-out comes next
+                return
+
+    def _step_prefill(self, worker_id: str) -> None:
+        duration_s = self._prefills[worker_id].begin_step(self._now_s)
+        if duration_s is not None:
+            self._after(duration_s, lambda: self._end_prefill_step(worker_id))
+
+    def _end_prefill_step(self, worker_id: str) -> None:
+        for name in self._prefills[worker_id].end_step():
+            outcome = self._running[name]
+            outcome.first_token_s = self._now_s
+            assert outcome.route is not None
+            if outcome.arrival.output_tokens == 1:
+                self._prefills[worker_id].release(name)
+                self._finish(name)
+            else:
+                decode_id = outcome.route.decode_id
+                arrival = outcome.arrival
+                self._decodes[decode_id].add(name, arrival.prompt_tokens, arrival.output_tokens)
+                self._take_in(decode_id)
+        self._step_prefill(worker_id)
+
+    def _take_in(self, worker_id: str) -> None:
+        for name, copy_s in self._decodes[worker_id].take_in():
+            self._after(copy_s, lambda name=name: self._end_copy(worker_id, name))  # type: ignore[misc]
+
+    def _end_copy(self, worker_id: str, name: str) -> None:
+        route = self._running[name].route
+        assert route is not None
+        self._decodes[worker_id].end_copy(name)
+        self._prefills[route.prefill_id].release(name)
+        self._twin.release_prefill(name)
+        self._step_decode(worker_id)
+        self._step_prefill(route.prefill_id)
+        self._dispatch()
+
+    def _step_decode(self, worker_id: str) -> None:
+        duration_s = self._decodes[worker_id].begin_step()
+        if duration_s is not None:
+            self._after(duration_s, lambda: self._end_decode_step(worker_id))
+
+    def _end_decode_step(self, worker_id: str) -> None:
+        ended = self._decodes[worker_id].end_step()
+        for name in ended:
+            self._finish(name)
+        if ended:
+            self._take_in(worker_id)
+        self._step_decode(worker_id)
+
+    def _finish(self, name: str) -> None:
+        outcome = self._running.pop(name)
+        outcome.end, outcome.ended_s = "tokens", self._now_s
+        self._twin.end(name)
+        self._dispatch()
+
+
+def _record(worker_id: str, role: WorkerRole, size: WorkerSize) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=worker_id,
+        incarnation="i",
+        role=role,
+        state=WorkerState.READY,
+        address="simulated:1",
+        host_id="host",
+        fingerprint=_MODEL,
+        block_size=size.block_size,
+        num_blocks=size.num_blocks,
+        max_num_seqs=size.max_num_seqs,
+        max_context_tokens=size.num_blocks * size.block_size,
+    )

@@ -1,0 +1,137 @@
+"""Workers of a simulation: the production schedulers over real block pools; a step takes what the cost model says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.core.generation import SamplingParams, StopRule
+from baton.engine.block_pool import BlockPool
+from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+from prefill_worker.scheduler import Prefill, PrefillLimits, PrefillScheduler
+
+if TYPE_CHECKING:
+    from baton.engine.batch import BatchPlan
+    from baton.sim.load import Costs
+
+BLOCK_SIZE = 16
+_GREEDY = SamplingParams(temperature=0.0)
+_NEVER: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSize:
+    """Capacity of each worker of a role."""
+
+    num_blocks: int
+    block_size: int = BLOCK_SIZE
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    guaranteed_tokens: int = 128
+
+
+class SimPrefill:
+    """A prefill worker. Between `begin_step` and `end_step` a step runs."""
+
+    def __init__(self, size: WorkerSize, costs: Costs) -> None:
+        self._pool = BlockPool(size.num_blocks, size.block_size)
+        self._costs = costs
+        self._scheduler = PrefillScheduler(
+            self._pool,
+            PrefillLimits(
+                max_num_batched_tokens=size.max_num_batched_tokens,
+                max_num_seqs=size.max_num_seqs,
+                guaranteed_tokens=size.guaranteed_tokens,
+            ),
+        )
+        self._plan: BatchPlan | None = None
+
+    def add(self, attempt_id: str, num_tokens: int, now_s: float) -> None:
+        """Takes a prompt in."""
+        self._scheduler.add(
+            Prefill(attempt_id=attempt_id, token_ids=range(num_tokens), sampling=_GREEDY, arrived_s=now_s)
+        )
+
+    def begin_step(self, now_s: float) -> float | None:
+        """How long the next step takes, in seconds; None when one runs or there is nothing to compute."""
+        if self._plan is not None:
+            return None
+        self._scheduler.start_waiting(now_s)
+        plan = self._scheduler.plan()
+        if not plan.slices:
+            return None
+        self._plan = plan
+        return self._costs.prefill_step_s + self._costs.prefill_token_s * plan.num_tokens
+
+    def end_step(self) -> list[str]:
+        """The attempts whose prompts are computed now."""
+        assert self._plan is not None, "no step runs"
+        plan, self._plan = self._plan, None
+        return [prefill.attempt_id for _, prefill in self._scheduler.commit(plan)]
+
+    def release(self, attempt_id: str) -> None:
+        """Frees an attempt's blocks."""
+        assert self._scheduler.release(attempt_id), f"{attempt_id} is not here"
+
+    def assert_idle(self) -> None:
+        """AssertionError unless no block is held."""
+        self._pool.check_integrity()
+        assert self._pool.num_used == 0, "blocks are held by nobody"
+
+
+class SimDecode:
+    """A decode worker. Between `begin_step` and `end_step` a step runs; copies go on beside it."""
+
+    def __init__(self, size: WorkerSize, costs: Costs) -> None:
+        self._pool = BlockPool(size.num_blocks, size.block_size)
+        self._costs = costs
+        self._scheduler = DecodeScheduler(self._pool, size.max_num_seqs)
+        self._plan: BatchPlan | None = None
+
+    def add(self, attempt_id: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Takes a sequence over whose first token is known."""
+        self._scheduler.add(
+            DecodeSequence(
+                attempt_id=attempt_id,
+                num_prompt_tokens=prompt_tokens,
+                last_token_id=0,
+                sampling=_GREEDY,
+                stop=StopRule(max_tokens=output_tokens, stop_token_ids=_NEVER),
+            )
+        )
+
+    def take_in(self) -> list[tuple[str, float]]:
+        """Attempts whose caches are copied from now on, and for how many seconds."""
+        return [
+            (taken.attempt_id, self._costs.handover_s + self._costs.handover_token_s * taken.num_prompt_tokens)
+            for taken in self._scheduler.take_in()
+        ]
+
+    def end_copy(self, attempt_id: str) -> None:
+        """The cache is here: the sequence joins the next step."""
+        self._scheduler.end_copy(attempt_id, join=True)
+
+    def begin_step(self) -> float | None:
+        """How long the next step takes, in seconds; None when one runs or nothing does."""
+        if self._plan is not None:
+            return None
+        plan = self._scheduler.plan()
+        if not plan.slices:
+            return None
+        self._plan = plan
+        return self._costs.decode_step_s + self._costs.decode_seq_s * len(plan.slices)
+
+    def end_step(self) -> list[str]:
+        """The attempts that ended with this step; their blocks are free."""
+        assert self._plan is not None, "no step runs"
+        plan, self._plan = self._plan, None
+        new = self._scheduler.commit(plan, [0] * len(plan.slices))
+        ended = [token.attempt_id for token in new if token.finish_reason is not None]
+        for attempt_id in ended:
+            self._scheduler.remove(attempt_id)
+        return ended
+
+    def assert_idle(self) -> None:
+        """AssertionError unless no block is held."""
+        self._pool.check_integrity()
+        assert self._pool.num_used == 0, "blocks are held by nobody"
