@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core.errors import StartupError
+from baton.engine.host_memory import allocate
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
@@ -73,7 +74,7 @@ def _allocate(num_bytes: int, device: str) -> torch.Tensor:
     if device == "cpu" and num_bytes > physical_bytes:
         raise StartupError(f"kv_cache_bytes: {num_bytes} bytes of KV blocks, the machine has {physical_bytes}")
     try:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return allocate(num_bytes) if device == "cpu" else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except (MemoryError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise StartupError(f"kv_cache_bytes: cannot allocate {num_bytes} bytes on {device}: {reason}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import StartupError
+from baton.engine.host_memory import allocate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +28,8 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 WIDENED_ROWS = 6
 # Elements of the weights that are widened at a time: 4 MiB, so that they are still in the cache when used.
 WIDENED_ELEMENTS = 1 << 20
+# Tensors in one piece of memory begin at multiples of a cache line.
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +159,16 @@ class _Tensors:
             handle = files.enter_context(safe_open(file, framework="pt"))
             self._handles.update(dict.fromkeys(handle.keys(), handle))
         self._unused = set(self._handles)
+        self._free = self._memory()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor called `name` in the dtype and on the device of the model."""
-        return self._mapped(name, shape).to(device=self._device, dtype=self._dtype, copy=True)
+        return self._empty(*shape).copy_(self._mapped(name, shape))
 
     def fused(self, prefix: str, parts: dict[str, int], in_features: int, *, bias: bool) -> Linear:
         """The projections `prefix` + part, each of so many outputs, as one map with their outputs side by side."""
-        weight = torch.empty(sum(parts.values()), in_features, dtype=self._dtype, device=self._device)
-        offsets = torch.empty(weight.shape[0], dtype=self._dtype, device=self._device) if bias else None
+        weight = self._empty(sum(parts.values()), in_features)
+        offsets = self._empty(weight.shape[0]) if bias else None
         row = 0
         for part, size in parts.items():
             weight[row : row + size] = self._mapped(f"{prefix}{part}.weight", (size, in_features))
@@ -179,6 +184,20 @@ class _Tensors:
         unexpected = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIXES))
         if unexpected:
             raise StartupError(f"{self._path}: unexpected tensors for {config.family}: {_shortened(unexpected)}")
+
+    def _memory(self) -> torch.Tensor | None:
+        """Room for all tensors in one piece, on a CPU."""
+        if self._device != "cpu":
+            return None
+        sizes = [math.prod(handle.get_slice(name).get_shape()) for name, handle in self._handles.items()]
+        return allocate(sum(-(-size * self._dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes))
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        if self._free is None or len(self._free) < num_bytes:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        taken, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES :]
+        return taken.view(self._dtype).view(shape)
 
     def _mapped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         handle = self._handles.get(name)

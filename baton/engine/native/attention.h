@@ -6,7 +6,7 @@
 #ifndef BATON_ATTENTION_H
 #define BATON_ATTENTION_H
 
-#include "simd.h"
+#include "linear.h"
 
 #define SPAN_KEYS 128
 #define SHARED 4 /* query heads that are computed together */
@@ -16,33 +16,6 @@ struct heads {
     size_t query_heads, kv_heads, head_dim, head_stride; /* head_stride: floats of a padded head */
     size_t block_size;
 };
-
-/* scores[q * SPAN_KEYS] = key . queries[q] */
-INLINE void dot(int type, int count, size_t dim, const char *key, const float *queries, size_t stride, float *scores) {
-    vf sum[SHARED];
-#pragma GCC unroll 4
-    for (int q = 0; q < count; q++) sum[q] = splat(0.0f);
-    size_t whole = dim / BLOCK * BLOCK;
-    vf first, second;
-    for (size_t d = 0; d < whole; d += BLOCK) {
-        widen(type, key + d * element_bytes(type), &first, &second);
-#pragma GCC unroll 4
-        for (int q = 0; q < count; q++) {
-            sum[q] = fused(first, load(queries + q * stride + d), sum[q]);
-            sum[q] = fused(second, load(queries + q * stride + d + LANES), sum[q]);
-        }
-    }
-    if (whole < dim) {
-        widen_rest(type, key + whole * element_bytes(type), dim - whole, &first, &second);
-#pragma GCC unroll 4
-        for (int q = 0; q < count; q++) {
-            sum[q] = fused(first, load(queries + q * stride + whole), sum[q]);
-            sum[q] = fused(second, load(queries + q * stride + whole + LANES), sum[q]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int q = 0; q < count; q++) scores[q * SPAN_KEYS] = sum_lanes(sum[q]);
-}
 
 /* mixed[q][d .. d + width * BLOCK) += sum over keys of weights[q][key] * value[key][d ...] */
 INLINE void blend(int type, int count, int width, size_t present, const char *values, size_t value_bytes, size_t keys,
@@ -84,25 +57,23 @@ INLINE void blend_head(int type, int count, size_t dim, const char *values, size
     if (d < dim) blend(type, count, 1, dim - d, values + d * bytes, value_bytes, keys, weights, mixed + d, stride);
 }
 
-/* One cache block's keys `from` up to `to` against all heads: scores[head][SPAN_KEYS] from `scores` on. */
+/* One cache block's keys `from` up to `to` against all heads: scores[head * SPAN_KEYS + key - from]. */
 INLINE void score_block(int type, const struct heads *h, const char *keys, size_t from, size_t to,
                         const float *queries, float *scores) {
     size_t shared = h->query_heads / h->kv_heads, head_bytes = h->head_dim * element_bytes(type);
-    for (size_t key = from; key < to; key++)
-        for (size_t kv = 0; kv < h->kv_heads; kv++) {
-            const char *at = keys + (key * h->kv_heads + kv) * head_bytes;
-            for (size_t q = 0; q < shared; q += SHARED) {
-                size_t head = kv * shared + q, stride = h->head_stride;
-                const float *query = queries + head * stride;
-                float *score = scores + head * SPAN_KEYS + (key - from);
-                switch (shared - q) {
-                case 1: dot(type, 1, h->head_dim, at, query, stride, score); break;
-                case 2: dot(type, 2, h->head_dim, at, query, stride, score); break;
-                case 3: dot(type, 3, h->head_dim, at, query, stride, score); break;
-                default: dot(type, 4, h->head_dim, at, query, stride, score); break;
-                }
+    struct operands p = {NULL, h->kv_heads * head_bytes, NULL, h->head_stride, h->head_dim};
+    for (size_t kv = 0; kv < h->kv_heads; kv++) {
+        p.weight = keys + from * p.weight_bytes + kv * head_bytes;
+        for (size_t key = from; key < to; key += TILE_OUT, p.weight += TILE_OUT * p.weight_bytes) {
+            int outs = to - key < TILE_OUT ? (int)(to - key) : TILE_OUT;
+            for (int q = 0, count; q < (int)shared; q += count) {
+                size_t head = kv * shared + (size_t)q;
+                count = tile_rows((int)shared - q);
+                p.x = queries + head * h->head_stride;
+                tiles(type, outs, count, p, scores + head * SPAN_KEYS + (key - from), SPAN_KEYS);
             }
         }
+    }
 }
 
 INLINE void blend_block(int type, const struct heads *h, const char *values, size_t from, size_t to,
@@ -125,18 +96,14 @@ INLINE void blend_block(int type, const struct heads *h, const char *values, siz
     }
 }
 
-#define DEFINE_BLOCKS(SUFFIX, TYPE)                                                                                \
-    static __attribute__((noinline)) void score_##SUFFIX(const struct heads *h, const char *keys, size_t from,       \
-                                                         size_t to, const float *queries, float *scores) {           \
-        score_block(TYPE, h, keys, from, to, queries, scores);                                                       \
-    }                                                                                                                \
-    static __attribute__((noinline)) void blend_##SUFFIX(const struct heads *h, const char *values, size_t from,     \
-                                                         size_t to, const float *weights, float *mixed) {            \
-        blend_block(TYPE, h, values, from, to, weights, mixed);                                                      \
+#define DEFINE_BLEND(NAME, TYPE)                                                                                    \
+    static __attribute__((noinline)) void NAME(const struct heads *h, const char *values, size_t from, size_t to,  \
+                                               const float *weights, float *mixed) {                               \
+        blend_block(TYPE, h, values, from, to, weights, mixed);                                                    \
     }
-DEFINE_BLOCKS(float32, FLOAT32)
-DEFINE_BLOCKS(bfloat16, BFLOAT16)
-DEFINE_BLOCKS(float16, FLOAT16)
+DEFINE_BLEND(blend_float32, FLOAT32)
+DEFINE_BLEND(blend_bfloat16, BFLOAT16)
+DEFINE_BLEND(blend_float16, FLOAT16)
 
 /* Turns scores[SPAN_KEYS] into exp(score - largest); returns the largest, and the sum in *total. */
 static float soften(float *scores, size_t count, float *total) {
@@ -157,39 +124,58 @@ static float soften(float *scores, size_t count, float *total) {
  * mixed values [head_stride]. */
 INLINE size_t span_floats(const struct heads *h) { return h->query_heads * (2 + h->head_stride); }
 
-/* Keys `from` up to `to`, inside one span. `table` is the row's block table; a block's keys begin at
- * pool + block * block_bytes + layer_bytes and its values at half_bytes after them. `scores` is scratch
- * [query_heads][SPAN_KEYS]. */
-static void attend_span(const struct heads *h, const char *pool, size_t block_bytes, size_t half_bytes,
+/* The part of a span that lies in one cache block. */
+struct part {
+    const char *at; /* the block's keys, or its values */
+    size_t first, end, next;
+};
+
+INLINE struct part part_of(const struct heads *h, const char *base, size_t block_bytes, const int32_t *table,
+                           size_t from, size_t to) {
+    size_t first = from % h->block_size, room = h->block_size - first;
+    size_t end = to - from < room ? first + (to - from) : h->block_size;
+    return (struct part){base + (size_t)table[from / h->block_size] * block_bytes, first, end, from + (end - first)};
+}
+
+/* Blocks lie anywhere, so the processor cannot guess the next one. */
+INLINE void fetch(const struct heads *h, struct part part) {
+    size_t position_bytes = h->kv_heads * h->head_dim * element_bytes(h->type);
+    for (size_t i = part.first * position_bytes; i < part.end * position_bytes; i += 64)
+        __builtin_prefetch(part.at + i, 0, 2);
+}
+
+/* Keys `from` up to `to`, inside one span. `table` is the row's block table; block b's keys begin at
+ * keys + b * block_bytes, its values half_bytes after them. `scores` is scratch [query_heads][SPAN_KEYS]. */
+static void attend_span(const struct heads *h, const char *keys, size_t block_bytes, size_t half_bytes,
                         const int32_t *table, size_t from, size_t to, const float *queries, float *scores,
                         float *result) {
+    const char *values = keys + half_bytes;
     float *largest = result, *total = result + h->query_heads, *mixed = total + h->query_heads;
     for (size_t at = from; at < to;) {
-        size_t block = at / h->block_size, first = at % h->block_size;
-        size_t end = first + (to - at) < h->block_size ? first + (to - at) : h->block_size;
-        const char *keys = pool + (size_t)table[block] * block_bytes;
+        struct part part = part_of(h, keys, block_bytes, table, at, to);
+        fetch(h, part.next < to ? part_of(h, keys, block_bytes, table, part.next, to)
+                                : part_of(h, values, block_bytes, table, from, to));
         if (h->type == FLOAT32)
-            score_float32(h, keys, first, end, queries, scores + (at - from));
+            score_block(FLOAT32, h, part.at, part.first, part.end, queries, scores + (at - from));
         else if (h->type == BFLOAT16)
-            score_bfloat16(h, keys, first, end, queries, scores + (at - from));
+            score_block(BFLOAT16, h, part.at, part.first, part.end, queries, scores + (at - from));
         else
-            score_float16(h, keys, first, end, queries, scores + (at - from));
-        at += end - first;
+            score_block(FLOAT16, h, part.at, part.first, part.end, queries, scores + (at - from));
+        at = part.next;
     }
     for (size_t head = 0; head < h->query_heads; head++)
         largest[head] = soften(scores + head * SPAN_KEYS, to - from, &total[head]);
     memset(mixed, 0, h->query_heads * h->head_stride * sizeof *mixed);
     for (size_t at = from; at < to;) {
-        size_t block = at / h->block_size, first = at % h->block_size;
-        size_t end = first + (to - at) < h->block_size ? first + (to - at) : h->block_size;
-        const char *values = pool + (size_t)table[block] * block_bytes + half_bytes;
+        struct part part = part_of(h, values, block_bytes, table, at, to);
+        if (part.next < to) fetch(h, part_of(h, values, block_bytes, table, part.next, to));
         if (h->type == FLOAT32)
-            blend_float32(h, values, first, end, scores + (at - from), mixed);
+            blend_float32(h, part.at, part.first, part.end, scores + (at - from), mixed);
         else if (h->type == BFLOAT16)
-            blend_bfloat16(h, values, first, end, scores + (at - from), mixed);
+            blend_bfloat16(h, part.at, part.first, part.end, scores + (at - from), mixed);
         else
-            blend_float16(h, values, first, end, scores + (at - from), mixed);
-        at += end - first;
+            blend_float16(h, part.at, part.first, part.end, scores + (at - from), mixed);
+        at = part.next;
     }
 }
 

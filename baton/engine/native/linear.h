@@ -14,7 +14,6 @@
 #else
 #define TILE_ROWS 3 /* 16 vector registers: 12 sums */
 #endif
-#define PREFETCH_BYTES 2048
 
 /* Mirrored by baton.engine.native.library.Linear. */
 struct linear {
@@ -23,80 +22,99 @@ struct linear {
     int64_t out, in;
 };
 
-/* sums[o][r] = weight row at w[o] times activations at x + r * x_stride, in the weights' order. */
-INLINE void tile(int type, int outs, int rows, const char *const *w, size_t in, const float *x, size_t x_stride,
-                 float sums[TILE_OUT][TILE_ROWS]) {
-    vf sum[TILE_OUT][TILE_ROWS];
+/* A product's operands: weight row o begins at weight + o * weight_bytes, `in` elements; activations of row r at
+ * x + r * x_stride, in the weights' order. */
+struct operands {
+    const char *weight;
+    size_t weight_bytes;
+    const float *x;
+    size_t x_stride, in;
+};
+
+/* sums[r * stride + o] = weight row o times activation row r, for `outs` (4 or 1) and `rows`. Fetches the tile after
+ * this one meanwhile: the processor does not see by itself that four rows are one stream. */
+INLINE void tile(int type, int outs, int rows, struct operands p, float *sums, size_t stride) {
+    vf sum[TILE_OUT][TILE_ROWS], first, second;
 #pragma GCC unroll 4
     for (int o = 0; o < outs; o++)
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) sum[o][r] = splat(0.0f);
-    size_t bytes = BLOCK * element_bytes(type), blocks = in / BLOCK, rest = in % BLOCK;
-    for (size_t b = 0; b < blocks; b++) {
+    size_t bytes = BLOCK * element_bytes(type), whole = p.in / BLOCK * BLOCK;
+    const char *w = p.weight;
+    for (size_t i = 0; i < whole; i += BLOCK, w += bytes) {
 #pragma GCC unroll 4
         for (int o = 0; o < outs; o++) {
-            vf first, second;
-            widen(type, w[o] + b * bytes, &first, &second);
-            if (rows == 1) __builtin_prefetch(w[o] + b * bytes + PREFETCH_BYTES);
+            widen(type, w + o * p.weight_bytes, &first, &second);
+            __builtin_prefetch(w + (o + TILE_OUT) * p.weight_bytes, 0, 2);
 #pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) sum[o][r] = fused(first, load(x + r * x_stride + b * BLOCK), sum[o][r]);
+            for (int r = 0; r < rows; r++) sum[o][r] = fused(first, load(p.x + r * p.x_stride + i), sum[o][r]);
 #pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) sum[o][r] = fused(second, load(x + r * x_stride + b * BLOCK + LANES), sum[o][r]);
+            for (int r = 0; r < rows; r++)
+                sum[o][r] = fused(second, load(p.x + r * p.x_stride + i + LANES), sum[o][r]);
         }
     }
-    if (rest) {
+    if (whole < p.in) {
 #pragma GCC unroll 4
         for (int o = 0; o < outs; o++) {
-            vf first, second;
-            widen_rest(type, w[o] + blocks * bytes, rest, &first, &second);
+            widen_rest(type, w + o * p.weight_bytes, p.in - whole, &first, &second);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                sum[o][r] = fused(first, load(x + r * x_stride + blocks * BLOCK), sum[o][r]);
-                sum[o][r] = fused(second, load(x + r * x_stride + blocks * BLOCK + LANES), sum[o][r]);
+                sum[o][r] = fused(first, load(p.x + r * p.x_stride + whole), sum[o][r]);
+                sum[o][r] = fused(second, load(p.x + r * p.x_stride + whole + LANES), sum[o][r]);
             }
         }
     }
-#pragma GCC unroll 4
-    for (int o = 0; o < outs; o++)
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) sums[o][r] = sum_lanes(sum[o][r]);
+    for (int r = 0; r < rows; r++) {
+        if (outs == TILE_OUT) {
+            v4 four = sum_lanes_of_four(sum[0][r], sum[1][r], sum[2][r], sum[3][r]);
+            memcpy(sums + r * stride, &four, sizeof four);
+        } else {
+            sums[r * stride] = sum_lanes(sum[0][r]);
+        }
+    }
 }
 
-INLINE void tile_of_rows(int type, int outs, int rows, const char *const *w, size_t in, const float *x,
-                         size_t x_stride, float sums[TILE_OUT][TILE_ROWS]) {
+INLINE void tile_of_rows(int type, int outs, int rows, struct operands p, float *sums, size_t stride) {
     switch (rows) {
-    case 1: tile(type, outs, 1, w, in, x, x_stride, sums); break;
-    case 2: tile(type, outs, 2, w, in, x, x_stride, sums); break;
-    case 3: tile(type, outs, 3, w, in, x, x_stride, sums); break;
+    case 1: tile(type, outs, 1, p, sums, stride); break;
+    case 2: tile(type, outs, 2, p, sums, stride); break;
+    case 3: tile(type, outs, 3, p, sums, stride); break;
 #if TILE_ROWS == 6
-    case 4: tile(type, outs, 4, w, in, x, x_stride, sums); break;
-    case 5: tile(type, outs, 5, w, in, x, x_stride, sums); break;
-    case 6: tile(type, outs, 6, w, in, x, x_stride, sums); break;
+    case 4: tile(type, outs, 4, p, sums, stride); break;
+    case 5: tile(type, outs, 5, p, sums, stride); break;
+    case 6: tile(type, outs, 6, p, sums, stride); break;
 #endif
     }
 }
 
-/* The kernels of one type as functions of their own: inlining all of them everywhere would be megabytes. */
-#define DEFINE_TILES(NAME, TYPE)                                                                                   \
-    static __attribute__((noinline)) void NAME(int outs, int rows, const char *const *w, size_t in, const float *x,  \
-                                               size_t x_stride, float sums[TILE_OUT][TILE_ROWS]) {                   \
-        if (outs == TILE_OUT)                                                                                        \
-            tile_of_rows(TYPE, TILE_OUT, rows, w, in, x, x_stride, sums);                                            \
-        else                                                                                                         \
-            for (int o = 0; o < outs; o++) tile_of_rows(TYPE, 1, rows, w + o, in, x, x_stride, sums + o);            \
+/* Any number of outputs up to TILE_OUT, of rows up to TILE_ROWS. Functions of their own: each is kilobytes. */
+#define DEFINE_TILES(NAME, TYPE)                                                                                     \
+    static __attribute__((noinline)) void NAME(int outs, int rows, struct operands p, float *sums, size_t stride) {  \
+        if (outs == TILE_OUT) {                                                                                      \
+            tile_of_rows(TYPE, TILE_OUT, rows, p, sums, stride);                                                     \
+            return;                                                                                                  \
+        }                                                                                                            \
+        for (int o = 0; o < outs; o++, p.weight += p.weight_bytes)                                                   \
+            tile_of_rows(TYPE, 1, rows, p, sums + o, stride);                                                        \
     }
 DEFINE_TILES(tiles_float32, FLOAT32)
 DEFINE_TILES(tiles_bfloat16, BFLOAT16)
 DEFINE_TILES(tiles_float16, FLOAT16)
 
-INLINE void tiles(int type, int outs, int rows, const char *const *w, size_t in, const float *x, size_t x_stride,
-                  float sums[TILE_OUT][TILE_ROWS]) {
+INLINE void tiles(int type, int outs, int rows, struct operands p, float *sums, size_t stride) {
     if (type == FLOAT32)
-        tiles_float32(outs, rows, w, in, x, x_stride, sums);
+        tiles_float32(outs, rows, p, sums, stride);
     else if (type == BFLOAT16)
-        tiles_bfloat16(outs, rows, w, in, x, x_stride, sums);
+        tiles_bfloat16(outs, rows, p, sums, stride);
     else
-        tiles_float16(outs, rows, w, in, x, x_stride, sums);
+        tiles_float16(outs, rows, p, sums, stride);
+}
+
+/* How many of the `left` rows the next tile takes. One row alone would leave the arithmetic idle: share the last. */
+INLINE int tile_rows(int left) {
+    if (left <= TILE_ROWS) return left;
+    return left == TILE_ROWS + 1 ? (TILE_ROWS + 1) / 2 : TILE_ROWS;
 }
 
 /* Where results go: y[row * stride + column], the column in `type`'s order if `ordered`; added to what is there if
@@ -111,21 +129,25 @@ struct target {
 static void linear_range(int type, const struct linear *linear, const float *x, size_t x_stride, int rows,
                          int64_t from, int64_t to, struct target target) {
     size_t in = (size_t)linear->in, row_bytes = in * element_bytes(type);
-    float sums[TILE_OUT][TILE_ROWS];
-    for (int64_t o = from; o < to; o += TILE_OUT) {
+    float sums[TILE_ROWS * TILE_OUT], bias[TILE_OUT] = {0};
+    size_t column[TILE_OUT];
+    struct operands p = {(const char *)linear->weight + (size_t)from * row_bytes, row_bytes, x, x_stride, in};
+    for (int64_t o = from; o < to; o += TILE_OUT, p.weight += TILE_OUT * row_bytes) {
         int outs = to - o < TILE_OUT ? (int)(to - o) : TILE_OUT;
-        const char *w[TILE_OUT];
-        for (int i = 0; i < outs; i++) w[i] = (const char *)linear->weight + (size_t)(o + i) * row_bytes;
-        for (int r = 0; r < rows; r += TILE_ROWS) {
-            int count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
-            tiles(type, outs, count, w, in, x + (size_t)r * x_stride, x_stride, sums);
-            for (int i = 0; i < outs; i++) {
-                size_t column = target.ordered ? place(type, (size_t)(o + i)) : (size_t)(o + i);
-                float bias = linear->bias ? linear->bias[o + i] : 0.0f;
-                float *y = target.y + (size_t)r * target.stride + column;
-                for (int j = 0; j < count; j++, y += target.stride)
-                    *y = (target.adding ? *y : 0.0f) + (sums[i][j] + bias);
-            }
+        for (int i = 0; i < outs; i++) {
+            column[i] = target.ordered ? place(type, (size_t)(o + i)) : (size_t)(o + i);
+            if (linear->bias) bias[i] = linear->bias[o + i];
+        }
+        float *y = target.y;
+        for (int r = 0, count; r < rows; r += count) {
+            count = tile_rows(rows - r);
+            p.x = x + (size_t)r * x_stride;
+            tiles(type, outs, count, p, sums, TILE_OUT);
+            for (int j = 0; j < count; j++, y += target.stride)
+                for (int i = 0; i < outs; i++) {
+                    float *to_y = y + column[i];
+                    *to_y = (target.adding ? *to_y : 0.0f) + (sums[j * TILE_OUT + i] + bias[i]);
+                }
         }
     }
 }

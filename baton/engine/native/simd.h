@@ -58,19 +58,39 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-INLINE float sum_lanes(vf value) {
-    typedef float v4 __attribute__((vector_size(16)));
+typedef float v4 __attribute__((vector_size(16)));
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t v4i __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (v4i){i, j, k, l})
+#endif
+
+INLINE v4 quarter_sums(vf value) {
     union {
         vf whole;
         v4 part[VECTOR_BYTES / 16];
     } u = {value};
-    v4 sum = u.part[0];
 #if VECTOR_BYTES == 64
-    sum = (u.part[0] + u.part[1]) + (u.part[2] + u.part[3]);
+    return (u.part[0] + u.part[1]) + (u.part[2] + u.part[3]);
 #elif VECTOR_BYTES == 32
-    sum += u.part[1];
+    return u.part[0] + u.part[1];
+#else
+    return u.part[0];
 #endif
+}
+
+INLINE float sum_lanes(vf value) {
+    v4 sum = quarter_sums(value);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+/* The sums of four vectors' lanes, each added in the order of sum_lanes. */
+INLINE v4 sum_lanes_of_four(vf a, vf b, vf c, vf d) {
+    v4 s = quarter_sums(a), t = quarter_sums(b), u = quarter_sums(c), v = quarter_sums(d);
+    v4 st = SHUFFLE(s, t, 0, 4, 1, 5) + SHUFFLE(s, t, 2, 6, 3, 7);
+    v4 uv = SHUFFLE(u, v, 0, 4, 1, 5) + SHUFFLE(u, v, 2, 6, 3, 7);
+    return SHUFFLE(st, uv, 0, 1, 4, 5) + SHUFFLE(st, uv, 2, 3, 6, 7);
 }
 
 INLINE float max_lanes(vf value) {
