@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from benchmarks.workload import Request
 
-START_TIMEOUT_S = 300.0
+# vLLM compiles when it starts: minutes, many of them on a busy machine.
+START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 # One line holds a prompt of tens of thousands of ids.
 MAX_LINE_BYTES = 4 * 1024 * 1024
