@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from kv_transfer.destination import CopyRun
 
 PIECE_BYTES = 256 * 2**20
-"""What is copied between two looks at the fence, and what `close` waits for at most: some tens of milliseconds.
+"""What is copied between two looks at the fence, or up to twice that, and what `close` waits for: some tens of
+milliseconds.
 
 So much, because a long copy in one go is faster than in parts: from a size that depends on the caches, at most three
 quarters of 256 MiB on the machines that were looked at, the C library's copy writes around them."""
@@ -98,8 +99,7 @@ class FencedReader:
             self._require_readable(descriptor)
             self._require_fence(descriptor)
         destination = Destination(into, block_ids, self._layout, descriptor.num_tokens)
-        piece_bytes = PIECE_BYTES if destination.is_alike else CONVERTED_PIECE_BYTES
-        piece_blocks = max(1, piece_bytes // self._layout.block_bytes)
+        piece_blocks = self._piece_blocks(destination, len(descriptor.block_ids))
         for start in range(0, len(descriptor.block_ids), piece_blocks):
             with self._lock:
                 self._require_open()
@@ -131,6 +131,12 @@ class FencedReader:
             raise InvalidArgumentError("kv.block_ids", f"must be below {num_blocks}")
         if not 0 <= descriptor.lease_slot < self._memory.num_slots:
             raise InvalidArgumentError("kv.lease_slot", f"must be below {self._memory.num_slots}")
+
+    def _piece_blocks(self, destination: Destination, num_blocks: int) -> int:
+        """Cuts evenly, so that no small rest is left: the pieces have up to twice the size that they are to have."""
+        piece_bytes = PIECE_BYTES if destination.is_alike else CONVERTED_PIECE_BYTES
+        num_pieces = max(1, min(num_blocks, num_blocks * self._layout.block_bytes // piece_bytes))
+        return -(-num_blocks // num_pieces)
 
     def _copy(self, destination: Destination, first: int, source_ids: Sequence[int]) -> None:
         if destination.is_alike:

@@ -87,8 +87,8 @@ def open_reader(source, cuda, **changes) -> CudaIpcReader:
 def test_blocks_go_from_pool_to_pool_on_the_side_stream_in_pieces(source, cuda, monkeypatch):
     monkeypatch.setattr(fenced, "PIECE_BYTES", 2 * LAYOUT.block_bytes)
     reader, into = open_reader(source, cuda), KVPool(LAYOUT, NUM_BLOCKS)
-    result = reader.read(describe(source.leases.grant("lease", "a", [3, 4, 9])), into, [8, 9, 2])
-    assert torch.equal(into.tensor[[8, 9, 2]], source.pool.tensor[[3, 4, 9]])
+    result = reader.read(describe(source.leases.grant("lease", "a", [3, 4, 9, 0])), into, [8, 9, 2, 1])
+    assert torch.equal(into.tensor[[8, 9, 2, 1]], source.pool.tensor[[3, 4, 9, 0]])
     assert (result.transport, cuda.num_waits) == ("cuda_ipc", 2)
     reader.close()
 
