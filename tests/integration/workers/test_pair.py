@@ -217,24 +217,30 @@ async def test_an_attempt_that_runs_keeps_its_id(pair):
 
 
 async def test_decode_waits_for_room_in_turn_and_its_leases_live_on(pair, reference):
-    """Two sequences of 1,500 positions do not fit into 2,720: the second waits for longer than a lease lasts."""
+    """Two sequences of 1,500 positions do not fit into 2,720: behind a dozen of them one outlives its first lease."""
     async with pair.client() as client:
-        hog_prefill = client.prefill.Prefill(client.prefill_request("hog", prompt(20), max_tokens=1500))
-        first = await client.first_token(hog_prefill)
-        hog = client.decode.Decode(client.decode_request("hog", first, max_tokens=1500))
-        assert (await hog.read()).HasField("handover")
-        waiting = asyncio.create_task(client.generate("waits", prompt(700, 2), max_tokens=10 + 800))
-
-        async def is_waiting() -> bool:
-            return (await client.status())[1].num_waiting == 1
-
-        await client.eventually(is_waiting)
+        prefills, hogs = [], []
+        for index in range(12):
+            request = client.prefill_request(f"hog-{index}", prompt(20), max_tokens=1500)
+            prefills.append(client.prefill.Prefill(request))
+            first = await client.first_token(prefills[-1])
+            hogs.append(client.decode.Decode(client.decode_request(f"hog-{index}", first, max_tokens=1500)))
+        assert (await hogs[0].read()).HasField("handover")
+        ids = prompt(700, 2)
+        prefills.append(client.prefill.Prefill(client.prefill_request("waits", ids, max_tokens=810)))
+        first = await client.first_token(prefills[-1])
+        call = client.decode.Decode(client.decode_request("waits", first, max_tokens=810))
+        waiting = asyncio.create_task(call.read())
         await asyncio.sleep(2.5 * LEASE_S)  # the time is the point: nothing happens at its end
         assert not waiting.done()
-        hog.cancel()
-        answer = await waiting
-        assert answer.decode_events[0].handover.wait_s > 2 * LEASE_S
-        assert answer.tokens[:10] == reference(prompt(700, 2), 10)
+        for hog in hogs:
+            hog.cancel()
+        assert (await waiting).handover.wait_s > 2 * LEASE_S
+        tokens = [first.token_id]
+        while len(tokens) < 10:
+            tokens += (await call.read()).tokens.ids
+        assert tokens[:10] == reference(ids, 10)
+        call.cancel()
         await client.assert_all_free()
 
 
