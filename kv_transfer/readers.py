@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-OpenReader = "Callable[[PeerPool, PoolHandle], KVReader]"
-
 
 class PeerReaders:
     """One `KVReader` for each known life of a prefill worker.

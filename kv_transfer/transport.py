@@ -37,14 +37,14 @@ class KVReader(Protocol):
 
         Raises StaleLeaseError when the lease ended before the copy did, PeerGoneError when the reader was closed
         meanwhile, PoolMismatchError for a descriptor of another life of the source, NoTransportError when the
-        transport can't fill this kind of memory, and InvalidArgumentError for blocks that do not exist or are too
-        few or too many.
+        transport can't fill this kind of memory, TransferFailedError (ChecksumError) when the transport broke, stalled
+        or did damage, and InvalidArgumentError for blocks that do not exist or are too few or too many.
         """
         ...
 
     def close(self) -> None:
         """Gives up all that is held of the source: mappings, handles, connections. Repeating it is harmless.
 
-        Waits for at most one piece of a running read, which then raises PeerGoneError.
+        A running read raises PeerGoneError at its next piece, or ends by its time-out; at most a piece is waited for.
         """
         ...
