@@ -27,7 +27,8 @@ class DecoderModel:
         self.config = config
         self.weights = weights
         self._device = weights.embeddings.device
-        self._dtype = weights.embeddings.dtype
+        # Where the weights have to be widened anyway, rounding between the layers would only cost time and accuracy.
+        self._dtype = torch.float32 if weights.head.is_emulated else weights.embeddings.dtype
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
 
     def forward(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
@@ -52,10 +53,11 @@ class DecoderModel:
                 window: AttentionPlan.build(plan, pool, window=window, dtype=dtype)
                 for window in set(self.config.sliding_windows)
             }
-            hidden = embedding(token_ids, self.weights.embeddings)
+            hidden = embedding(token_ids, self.weights.embeddings).to(self._dtype)
             for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
                 normed = self._norm(hidden, layer.input_norm)
                 queries, keys_values = self._project(layer, normed, rotary)
+                keys_values = keys_values.to(pool.tensor.dtype)
                 _write(pool, pool_rows, index, keys_values)
                 mixed = attention[window].run(queries, keys_values, pool, index)
                 hidden = hidden + layer.output(mixed)
@@ -81,7 +83,7 @@ class DecoderModel:
         return self.logits(hidden if len(rows) == end else hidden[torch.tensor(rows, device=self._device)])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the first half negated, as [tokens, 1, 2, head_dim / 2]."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from baton.engine.native.build import compiler
+
 
 def resolve_dtype(dtype: str, device: str) -> str:
     """`dtype` itself, or for `auto` the fastest of the types that loses no accuracy worth naming.
 
-    That is bfloat16 where the hardware multiplies it, else float32: without such instructions a CPU converts
-    each element, and a batch in bfloat16 takes several times as long as in float32.
+    That is bfloat16 where the hardware multiplies it, and on a CPU also where decode steps run on this project's own
+    kernels, which widen the weights in registers and keep everything between them in float32. Else float32: PyTorch
+    alone converts each element, and a batch in bfloat16 takes several times as long.
     """
     if dtype != "auto":
         return dtype
-    kind = torch.device(device).type
-    return "bfloat16" if (torch.cuda.is_bf16_supported(False) if kind == "cuda" else _cpu_has_bfloat16()) else "float32"
+    if torch.device(device).type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(False) else "float32"
+    return "bfloat16" if _cpu_has_bfloat16() or compiler() is not None else "float32"
 
 
 def _cpu_has_bfloat16() -> bool:

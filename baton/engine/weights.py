@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
-# Where a CPU multiplies half-precision matrices only by emulation, that costs as much for each row again, while
-# widening the weights costs the same for any number: measured to pay off from about this many rows.
-WIDENED_ROWS = 6
 # Elements of the weights that are widened at a time: 4 MiB, so that they are still in the cache when used.
 WIDENED_ELEMENTS = 1 << 20
 # Tensors in one piece of memory begin at multiples of a cache line.
@@ -45,7 +42,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, in] to [tokens, out], in the dtype of `x`."""
-        if self.is_emulated and x.shape[0] >= WIDENED_ROWS:
+        if self.is_emulated:
             return self._widened(x)
         return torch.nn.functional.linear(x, self.weight, self.bias)
 

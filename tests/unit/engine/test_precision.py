@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.engine import precision
 from baton.engine.precision import resolve_dtype
 
 
@@ -20,8 +21,15 @@ def test_a_named_type_is_taken_as_it_is(dtype: str) -> None:
         ({}, "float32"),
     ],
 )
-def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
+def test_without_a_compiler_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
     monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], expected: str
 ) -> None:
+    monkeypatch.setattr(precision, "compiler", lambda: None)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert resolve_dtype("auto", "cpu") == expected
+
+
+def test_auto_is_bfloat16_where_the_engines_own_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "compiler", lambda: "/usr/bin/cc")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert resolve_dtype("auto", "cpu") == "bfloat16"
