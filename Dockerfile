@@ -20,6 +20,8 @@ FROM build AS model
 RUN python scripts/fetch_model.py /models/SmolLM2-135M-Instruct
 
 FROM python:3.11-slim AS serve
+# The engine compiles its decode kernels for the processor that it meets.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/baton /opt/baton
 # An ordinary user: the same in all containers, because shared-memory segments are readable by their owner only.
 RUN useradd --system --uid 8470 --create-home baton
