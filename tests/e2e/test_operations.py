@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -16,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.v1 import gateway_pb2
 from baton.v1.common_pb2 import WorkerRole
+from tests.fixtures.processes import descendants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable
@@ -100,19 +103,18 @@ async def test_metrics_count_what_a_request_did(system: System) -> None:
         assert after[component]["baton_num_requests_running"] == 0
 
 
-def child_pids(parent: int) -> dict[str, int]:
-    """Names of the components that a process runs, with their pids."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-            command = (entry / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if int(stat.rpartition(")")[2].split()[1]) == parent and "-m" in command:
-            found[command[command.index("-m") + 1]] = int(entry.name)
+def component_pid(system: System, name: str) -> int:
+    """The server process of a component."""
+    (pid,) = [pid for pid, command in descendants(system.process.pid).items() if f"-m {name} " in command]
+    return pid
+
+
+def segments_of(ancestor: int) -> set[str]:
+    """The shared-memory segments that the processes below `ancestor` have mapped."""
+    found = set()
+    for pid in descendants(ancestor):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/baton-[0-9a-f]+", Path(f"/proc/{pid}/maps").read_text()))
     return found
 
 
@@ -128,6 +130,8 @@ async def drain(call: AsyncIterable[gateway_pb2.GenerateResponse]) -> tuple[int,
 
 
 async def test_a_killed_worker_comes_back_and_leaves_nothing(system: System) -> None:
+    segments_before = segments_of(system.process.pid)
+    assert len(segments_before) == 1
     async with grpc.aio.insecure_channel(system.address) as channel:
         stub = system.stub(channel)
         for name, role in (
@@ -142,7 +146,7 @@ async def test_a_killed_worker_comes_back_and_leaves_nothing(system: System) -> 
             async for event in call:
                 if event.HasField("delta"):
                     break
-            os.kill(child_pids(system.process.pid)[name], signal.SIGKILL)
+            os.kill(component_pid(system, name), signal.SIGKILL)
             num_tokens, code = await drain(call)
             if name == "prefill_worker" and code is None:
                 # The decode worker had taken the cache over: the prefill worker's death is no concern of this stream.
@@ -161,5 +165,6 @@ async def test_a_killed_worker_comes_back_and_leaves_nothing(system: System) -> 
             short.stop.max_tokens = 4
             short.stop.ignore_eos = True
             assert (await stub.Complete(short)).finished.usage.completion_tokens == 4
-    # One segment: the live prefill worker's pool.
-    assert len(list(Path("/dev/shm").glob("baton-*"))) == 1
+    # The dead prefill worker's pool is unlinked, and nobody keeps its memory mapped.
+    assert not any(Path(segment).exists() for segment in segments_before)
+    assert len(segments_of(system.process.pid)) == 1

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.processes import descendants
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -19,27 +21,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Processes below `pid` and their command lines."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:
-            continue
-        parents[int(entry.name)] = int(stat[stat.rindex(")") + 2 :].split()[1])
-    found: dict[int, str] = {}
-    below = {pid}
-    while below:
-        below = {child for child, parent in parents.items() if parent in below}
-        for child in below:
-            try:
-                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-    return found
 
 
 class Up:
