@@ -136,7 +136,7 @@ async def test_a_tenant_with_a_thousand_requests_delays_another_by_one_turn(stag
     order: list[str] = []
     async with (
         stage.beating("p1", "d1", max_num_seqs=1),
-        stage.gateway(classes=classes, lease_s=30.0) as queue,
+        stage.gateway(classes=classes, lease_s=30.0, call_timeout_s=10.0) as queue,
         queue.admit(ticket("hold", tenant="flood")) as hold,
         asyncio.TaskGroup() as tasks,
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import grpc
 from baton.coordination.client import connect
 from baton.coordination.keys import Keys
 from baton.coordination.registry import WorkerRegistry
+from baton.core.errors import UnavailableError
 from baton.core.settings import RedisSettings
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -156,7 +158,9 @@ class Pair:
 async def _both_alive(registry: WorkerRegistry, pair: Pair) -> dict[str, WorkerView]:
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
-        views = {view.record.worker_id: view for view in await registry.workers()}
+        views: dict[str, WorkerView] = {}
+        with contextlib.suppress(UnavailableError):  # starting engines may take all cores from Redis for a second
+            views = {view.record.worker_id: view for view in await registry.workers()}
         if {pair.prefill.worker_id, pair.decode.worker_id} <= views.keys():
             # A worker that was killed a moment ago is still listed.
             addresses = [view.record.address for view in views.values()]
