@@ -132,8 +132,7 @@ class EngineSettings(Section):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Type of weights, activations and KV cache; auto: bfloat16 where that is fast,"
-        " else float32",
+        description="Type of weights, activations and KV cache; auto: bfloat16 where that is fast, else float32",
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Positions in a KV block, tokens")
     kv_cache_bytes: ByteSize = Field(
