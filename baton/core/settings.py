@@ -138,7 +138,10 @@ class EngineSettings(Section):
     kv_cache_bytes: ByteSize = Field(
         default=ByteSize(1024**3), ge=1024**2, description="Size of the KV pool, bytes; 512MiB and the like are read"
     )
-    max_num_batched_tokens: int = Field(default=512, ge=1, description="Most tokens that one step computes")
+    # A short prompt waits for the step of a long one: on a CPU 128 tokens take a good part of a second already.
+    max_num_batched_tokens: int = Field(
+        default=128, ge=1, description="Most tokens that one step computes; 2048 and more suit a GPU"
+    )
     max_num_seqs: int = Field(default=32, ge=1, le=65536, description="Most sequences that run at a time")
     num_threads: int = Field(
         default_factory=half_of_the_cores, ge=1, le=1024, description="CPU threads that compute one step"
