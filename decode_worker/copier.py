@@ -45,6 +45,11 @@ class ThreadCopier:
         """Begins to fill `block_ids`, which nobody else may touch until the copy is done."""
         self._thread.submit(self._copy, attempt_id, kv, block_ids)
 
+    @property
+    def has_done(self) -> bool:
+        """Whether `take_done` would return something."""
+        return bool(self._done)
+
     def take_done(self) -> list[CopyDone]:
         """The copies that ended since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]

@@ -62,6 +62,11 @@ class Copier(Protocol):
         """Begins to fill `block_ids`; `take_done` tells the end, whatever it is."""
         ...
 
+    @property
+    def has_done(self) -> bool:
+        """Whether `take_done` would return something."""
+        ...
+
     def take_done(self) -> list[CopyDone]:
         """The copies that ended since the last call."""
         ...
@@ -153,8 +158,11 @@ class DecodeCore:
 
     @property
     def idle_s(self) -> float | None:
-        """0 when a step can run or a copy can start; None: sleep until a command comes or a copy ends."""
-        return 0.0 if self._scheduler.has_step else None
+        """0 when a step can run, a copy can start or one has ended; None: sleep until a command or a copy's end.
+
+        A copy that ended during a step has woken the loop already: nothing would wake it again.
+        """
+        return 0.0 if self._scheduler.has_step or self._copier.has_done else None
 
     @property
     def stats(self) -> EngineStats:

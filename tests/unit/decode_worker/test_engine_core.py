@@ -56,6 +56,10 @@ class HandCopier:
         result = error or ReadResult(transport="shm", num_bytes=64, copy_s=0.25)
         self._done.append(CopyDone(attempt_id=attempt_id, result=result))
 
+    @property
+    def has_done(self):
+        return bool(self._done)
+
     def take_done(self):
         done, self._done = self._done, []
         return done
@@ -152,6 +156,15 @@ def test_a_sequence_runs_from_its_handover_to_its_last_token(bench):
     assert events[1:-1] == expected
     assert events[-1] == Finished(attempt_id="a", reason=FinishReason.LENGTH, num_steps=3, generate_s=0.0)
     bench.core.check_integrity()
+
+
+def test_a_copy_that_ended_during_the_last_step_is_not_slept_through(bench):
+    # Its wake was taken together with the commands after that step: the core must not let the loop sleep.
+    bench.turn(accept("a"))
+    bench.copier.finish("a")
+    assert bench.core.idle_s == 0.0
+    assert [type(event).__name__ for event in bench.run_dry()][-1] == "Finished"
+    assert bench.core.idle_s is None
 
 
 def test_a_stop_token_is_produced_and_ends_the_sequence(bench):
