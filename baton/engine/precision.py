@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from baton.core.errors import StartupError
 from baton.engine.native.build import compiler
 
 
@@ -12,8 +13,10 @@ def resolve_dtype(dtype: str, device: str) -> str:
 
     That is bfloat16 where the hardware multiplies it, and on a CPU also where decode steps run on this project's own
     kernels, which widen the weights in registers and keep everything between them in float32. Else float32: PyTorch
-    alone converts each element, and a batch in bfloat16 takes several times as long.
+    alone converts each element, and a batch in bfloat16 takes several times as long. StartupError without the device.
     """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise StartupError(f"engine.device: {device} is not to be had: PyTorch finds no CUDA device here")
     if dtype != "auto":
         return dtype
     if torch.device(device).type == "cuda":

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.core.errors import StartupError
 from baton.engine import precision
 from baton.engine.precision import resolve_dtype
 
@@ -33,3 +34,10 @@ def test_auto_is_bfloat16_where_the_engines_own_kernels_run(monkeypatch: pytest.
     monkeypatch.setattr(precision, "compiler", lambda: "/usr/bin/cc")
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert resolve_dtype("auto", "cpu") == "bfloat16"
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for dtype in ("auto", "float32"):
+        with pytest.raises(StartupError, match=r"^engine\.device: cuda:1 "):
+            resolve_dtype(dtype, "cuda:1")
