@@ -7,7 +7,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from baton.core.errors import InternalError, ServingError
+from baton.core.errors import InternalError, OutOfMemoryError, ServingError
+from baton.engine.out_of_memory import is_out_of_memory
 from decode_worker.engine_core import CopyDone
 
 if TYPE_CHECKING:
@@ -70,7 +71,12 @@ class ThreadCopier:
             result = self._readers.read(kv, self._pool, block_ids)
         except ServingError as error:
             self._finish(CopyDone(attempt_id=attempt_id, result=error))
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                _log.warning("out of memory, one handover is given up: %s", type(error).__name__)
+                shed = OutOfMemoryError("a handover does not fit into memory", retry_after_s=1.0)
+                self._finish(CopyDone(attempt_id=attempt_id, result=shed))
+                return
             _log.exception("a handover failed")
             self._finish(CopyDone(attempt_id=attempt_id, result=InternalError("the handover's copy failed")))
         else:

@@ -92,6 +92,12 @@ class ResourceExhaustedError(ServingError):
         self.retry_after_s = retry_after_s
 
 
+class OutOfMemoryError(ResourceExhaustedError):
+    """An allocation failed, and this request was given up for it."""
+
+    default_reason = "OUT_OF_MEMORY"
+
+
 class UnavailableError(ServingError):
     """Something that is needed is away for now: no worker, no Redis, draining."""
 

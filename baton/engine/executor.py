@@ -45,8 +45,8 @@ class Executor(Protocol):
 
         Blocks until the step is done; the keys and values are then in the pool. The result for a slice does not
         depend on what else is in the plan, nor on how its sequence was cut into slices. Raises
-        ResourceExhaustedError when the step does not fit into memory: nothing that other sequences
-        own has changed then, and a smaller plan can succeed.
+        OutOfMemoryError when the step does not fit into memory: nothing that other sequences own has changed then,
+        what it had allocated is free again, and a smaller plan can succeed.
         """
         ...
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.core.errors import ResourceExhaustedError, StartupError
+from baton.core.errors import OutOfMemoryError, StartupError
 from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, SequenceSlice, StepOutput
 from baton.engine.kv_pool import torch_dtype
@@ -15,6 +15,7 @@ from baton.engine.logprobs import logprobs_of
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.decoder import NativeDecoder
+from baton.engine.out_of_memory import is_out_of_memory
 from baton.engine.sampler import sample
 from baton.engine.weights import DecoderWeights
 
@@ -69,13 +70,15 @@ class TorchExecutor:
         try:
             scores: dict[str, list[TokenLogprobs]] = {}
             return self._sample(self._forward(plan, scores), plan, scores)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise _too_large(plan) from error
-        except RuntimeError as error:
-            # The CPU allocator has no exception of its own.
-            if "DefaultCPUAllocator" not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
                 raise
-            raise _too_large(plan) from error
+        # Out here, because the caught error holds the frames of the failed step, and with them all that it allocated.
+        raise OutOfMemoryError(
+            f"a step of {plan.num_tokens} tokens does not fit into memory: lower engine.max_num_batched_tokens or "
+            "engine.max_num_seqs",
+            retry_after_s=None,
+        )
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step in block 0, and a sampled row; see `Executor.warm_up`."""
@@ -152,11 +155,3 @@ def _logprobs(logits: torch.Tensor, pieces: Sequence[SequenceSlice], tokens: Seq
 def _is_single(piece: SequenceSlice) -> bool:
     """Whether the decoder computes the slice: it gives no logits but the last."""
     return len(piece.token_ids) == 1 and piece.scored is None
-
-
-def _too_large(plan: BatchPlan) -> ResourceExhaustedError:
-    return ResourceExhaustedError(
-        f"a step of {plan.num_tokens} tokens does not fit into memory: lower max_num_batched_tokens",
-        reason="OUT_OF_MEMORY",
-        retry_after_s=None,
-    )

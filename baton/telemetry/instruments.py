@@ -116,4 +116,7 @@ class WorkerInstruments:
         self.handover_bytes = Counter(
             "baton_handover_bytes", "Bytes of KV caches taken over", ("transport",), registry=registry
         )
+        self.out_of_memory = Counter(
+            "baton_out_of_memory", "Requests shed because an allocation failed", registry=registry
+        )
         self.leases = Counter("baton_leases", "Leases on KV caches that ended", ("outcome",), registry=registry)

@@ -7,7 +7,8 @@ loop guarantees:
   cancelled during its last step never looks like a success.
 - Every step, and every command where no step follows it, is answered by a batch, so that the server process can
   tell busy from stuck.
-- A step that fails takes down only the attempts that it computed.
+- A step that fails takes down only the attempts that it computed. One that does not fit into memory takes down one:
+  the slice of the most tokens, or of the longest sequence among equals, is shed, and the rest is tried again.
 - Time passes for leases also when nobody sends anything.
 """
 
@@ -17,13 +18,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from baton.core.errors import InternalError, ServingError
+from baton.core.errors import InternalError, OutOfMemoryError, ServingError
+from baton.engine.batch import BatchPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.core.clock import Clock
-    from baton.engine.batch import BatchPlan, StepOutput
+    from baton.engine.batch import SequenceSlice, StepOutput
     from baton.engine.channel import ChildChannel
     from baton.engine.executor import Executor
 
@@ -149,21 +151,43 @@ class EngineLoop:
 
     def _step(self, plan: BatchPlan, receive: Callable[[], list[Any]]) -> StepStats:
         start_s = self._clock.monotonic_s()
-        error: ServingError | None = None
+        shed: list[tuple[BatchPlan, ServingError]] = []
         output: StepOutput | None = None
-        try:
-            output = self._executor.execute(plan)
-        except ServingError as failure:
-            error = failure
-        except Exception:
-            # The pipe carries the generic text only: a traceback may quote a prompt.
-            _log.exception("a step failed")
-            error = InternalError("the computation of a step failed")
+        rest = plan
+        while rest.slices and output is None:
+            try:
+                output = self._executor.execute(rest)
+            except OutOfMemoryError as error:
+                first, rest = _without_largest(rest)
+                shed.append((first, _shed_error(error, is_alone=not rest.slices)))
+            except ServingError as error:
+                shed.append((rest, error))
+                break
+            except Exception:
+                # The pipe carries the generic text only: a traceback may quote a prompt.
+                _log.exception("a step failed")
+                shed.append((rest, InternalError("the computation of a step failed")))
+                break
         step_s = self._clock.monotonic_s() - start_s
         self._apply(receive())
         if output is not None:
-            self._core.commit(plan, output)
-        else:
-            assert error is not None
-            self._core.fail(plan, error)
+            self._core.commit(rest, output)
+        for failed, why in shed:
+            self._core.fail(failed, why)
         return StepStats(num_seqs=len(plan.slices), num_tokens=plan.num_tokens, step_s=step_s)
+
+
+def _without_largest(plan: BatchPlan) -> tuple[BatchPlan, BatchPlan]:
+    """The slice that takes the most memory, and the others in their order."""
+    largest = max(plan.slices, key=_memory_rank)
+    return BatchPlan(slices=(largest,)), BatchPlan(slices=tuple(each for each in plan.slices if each is not largest))
+
+
+def _memory_rank(piece: SequenceSlice) -> tuple[int, int]:
+    return len(piece.token_ids), piece.end_position
+
+
+def _shed_error(error: OutOfMemoryError, *, is_alone: bool) -> OutOfMemoryError:
+    """For the one that is shed: a retry can succeed where it shared the memory with others."""
+    _log.warning("out of memory, one request is shed: %s", error)
+    return OutOfMemoryError(error.message, retry_after_s=None if is_alone else 1.0, metadata=error.metadata)

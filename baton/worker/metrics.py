@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.core.errors import OutOfMemoryError
+
 if TYPE_CHECKING:
     from baton.telemetry.instruments import WorkerInstruments
     from baton.worker.engine_loop import EventBatch
@@ -24,3 +26,6 @@ class LoadMetrics:
         if batch.step is not None:
             self._instruments.step_time.observe(batch.step.step_s)
             self._instruments.step_tokens.observe(batch.step.num_tokens)
+        for event in batch.events:
+            if event.is_last and isinstance(getattr(event, "error", None), OutOfMemoryError):
+                self._instruments.out_of_memory.inc()
