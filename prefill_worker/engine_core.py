@@ -62,10 +62,13 @@ class PrefillCore:
         self._structures = structures
         self._scheduler = PrefillScheduler(pool, limits)
         self._attempts: dict[str, Submit] = {}
+        # Blocks of attempts in a planned step are being written: a cancel has to wait for the step's end.
+        self._computing: set[str] = set()
+        self._cancelled: set[str] = set()
         self._events: list[PrefillEvent] = []
 
     def handle(self, command: PrefillCommand) -> None:
-        """Applies a command. All but Submit are harmless when what they name has ended."""
+        """Applies a command, also between `plan` and `commit`. All but Submit are harmless for what has ended."""
         match command:
             case Submit():
                 self._submit(command)
@@ -79,15 +82,17 @@ class PrefillCore:
 
     def plan(self) -> BatchPlan:
         """Ends overdue leases, gives blocks to waiting attempts, and returns the next step."""
-        for ended in self._leases.expire():
-            self._end_lease(ended)
-        now_s = self._clock.monotonic_s()
-        for prefill in self._scheduler.start_waiting(now_s):
-            self._events.append(Started(attempt_id=prefill.attempt_id, queue_s=now_s - prefill.arrived_s))
-        return self._scheduler.plan()
+        self._let_time_pass()
+        return self._begin(self._scheduler.plan())
+
+    def plan_interrupt(self, step: BatchPlan) -> BatchPlan:
+        """Like `plan`, in the middle of `step`: what may hold it up, to be committed before it."""
+        self._let_time_pass()
+        return self._begin(self._scheduler.plan_interrupt(step))
 
     def commit(self, plan: BatchPlan, output: StepOutput) -> None:
         """Takes a step for done: a prompt that ended with it goes under its lease, or ends with its first token."""
+        self._end_step(plan)
         if output.prompt_logprobs:
             self._tell_scores(plan, output)
         for index, prefill in self._scheduler.commit(plan):
@@ -115,6 +120,7 @@ class PrefillCore:
 
     def fail(self, plan: BatchPlan, error: ServingError) -> None:
         """Ends the attempts of a step that failed."""
+        self._end_step(plan)
         for piece in plan.slices:
             if piece.attempt_id in self._attempts:
                 self._end(Failed(attempt_id=piece.attempt_id, error=error))
@@ -147,6 +153,24 @@ class PrefillCore:
         self._leases.check_integrity()
         assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
         assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+
+    def _let_time_pass(self) -> None:
+        for ended in self._leases.expire():
+            self._end_lease(ended)
+        now_s = self._clock.monotonic_s()
+        for prefill in self._scheduler.start_waiting(now_s):
+            self._events.append(Started(attempt_id=prefill.attempt_id, queue_s=now_s - prefill.arrived_s))
+
+    def _begin(self, plan: BatchPlan) -> BatchPlan:
+        self._computing.update(piece.attempt_id for piece in plan.slices)
+        return plan
+
+    def _end_step(self, plan: BatchPlan) -> None:
+        for piece in plan.slices:
+            self._computing.remove(piece.attempt_id)
+            if piece.attempt_id in self._cancelled:
+                self._cancelled.remove(piece.attempt_id)
+                self._cancel(piece.attempt_id)
 
     def _submit(self, command: Submit) -> None:
         assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
@@ -190,6 +214,9 @@ class PrefillCore:
     def _cancel(self, attempt_id: str) -> None:
         submit = self._attempts.get(attempt_id)
         if submit is None:
+            return
+        if attempt_id in self._computing:
+            self._cancelled.add(attempt_id)  # `_end_step` comes back to it
             return
         ended = self._leases.release(submit.lease_id, LeaseOutcome.ABANDONED)
         if ended is not None:

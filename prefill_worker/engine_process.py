@@ -73,7 +73,7 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         place = DistPlace.beside(settings.server, settings.handover.timeout_s)
         pool.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
         channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))
-        EngineLoop(core, loaded.executor, clock).run(channel)
+        EngineLoop(core, loaded.executor, clock, interrupts=core).run(channel)
         leases.end_all()
     finally:
         for pool in pools:

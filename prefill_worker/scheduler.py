@@ -1,10 +1,15 @@
 """Which prompt chunks run in a step. Pure policy: no I/O, no torch, time passed in.
 
-A prompt gets all its blocks before its first chunk, in order of arrival, so whatever started can finish. In a
-step the oldest prompt has a guaranteed share of the token budget; the rest goes to the prompts with the least
-left to compute. When a prompt ends in a step, the rest is not filled up with prompts that don't: a chat's
-first token is not held up by a long prompt's bulk. So a prompt of n tokens ends at the latest
-ceil(n / guaranteed) steps after it became the oldest.
+A prompt gets all its blocks before its first chunk, in order of arrival, so whatever started can finish. A step's
+budget goes to the prompts with the least left to compute. When a prompt ends in a step, the rest is not filled up
+with prompts that don't: a chat's first token is not held up by a long prompt's bulk.
+
+So that no prompt starves, the oldest one has a share of all tokens: for each token computed of it, the others may
+have (1 - share) / share tokens before it has a step of its own. A prompt of n tokens ends at the latest when, since
+it became the oldest, n tokens of its own and n * (1 - share) / share of the others were computed, and up to two
+steps besides.
+
+A short prompt need not wait for the end of a step either: it may run in the middle of one (`plan_interrupt`).
 """
 
 from __future__ import annotations
@@ -23,13 +28,18 @@ if TYPE_CHECKING:
     from baton.engine.token_rules import TokenRules
 
 
+# A prompt interrupts a step only when so many of it fit into the shortest prompt that it holds up: the gain is large
+# and the harm small.
+MIN_LENGTH_RATIO = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
-    """What a step and the worker may hold. `guaranteed_tokens` of each step belong to the oldest prompt."""
+    """What a step and the worker may hold, and the oldest prompt's share of all tokens, above 0 and up to 1."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    guaranteed_tokens: int
+    oldest_share: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +73,8 @@ class PrefillScheduler:
         self._waiting: dict[str, Prefill] = {}
         self._running: dict[str, Prefill] = {}
         self._held: dict[str, Prefill] = {}
+        # Tokens that may be computed of others before the oldest has a step of its own; below 0 is debt.
+        self._allowance = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -105,18 +117,27 @@ class PrefillScheduler:
         if not self._running:
             return BatchPlan(slices=())
         oldest = next(iter(self._running.values()))
-        chunks = {oldest.attempt_id: min(oldest.num_remaining_tokens, self._limits.guaranteed_tokens)}
-        budget = self._limits.max_num_batched_tokens - chunks[oldest.attempt_id]
-        does_one_end = chunks[oldest.attempt_id] == oldest.num_remaining_tokens
-        for prefill in sorted(self._running.values(), key=lambda candidate: candidate.num_remaining_tokens):
-            num_more = prefill.num_remaining_tokens - chunks.get(prefill.attempt_id, 0)
-            if budget == 0 or (num_more > budget and does_one_end):
-                break
-            if num_more > 0:
-                chunks[prefill.attempt_id] = chunks.get(prefill.attempt_id, 0) + min(num_more, budget)
-                does_one_end = does_one_end or num_more <= budget
-                budget -= min(num_more, budget)
-        return BatchPlan(slices=tuple(_slice(self._running[attempt_id], n) for attempt_id, n in chunks.items()))
+        shortest_first = sorted(self._running.values(), key=_num_remaining_tokens)
+        chunks = self._fill(shortest_first)
+        if oldest.attempt_id not in chunks and self._allowance <= 0:
+            chunks = self._fill([oldest, *(each for each in shortest_first if each is not oldest)])
+        return self._spend(chunks)
+
+    def plan_interrupt(self, step: BatchPlan) -> BatchPlan:
+        """What may run in the middle of `step`, which was planned and not committed; without slices when nothing may.
+
+        Prompts much shorter than any in `step`, within what the oldest leaves to others. To be committed before it.
+        """
+        computing = {piece.attempt_id for piece in step.slices}
+        if self._allowance <= 0 or len(computing) == len(self._running):
+            return BatchPlan(slices=())
+        shortest = min(len(self._running[attempt_id].token_ids) for attempt_id in computing)
+        candidates = [
+            prefill
+            for prefill in self._running.values()
+            if prefill.attempt_id not in computing and prefill.num_remaining_tokens * MIN_LENGTH_RATIO <= shortest
+        ]
+        return self._spend(self._fill(sorted(candidates, key=_num_remaining_tokens)))
 
     def commit(self, plan: BatchPlan) -> list[tuple[int, Prefill]]:
         """Takes a step for done; returns (index of the slice, attempt) for each prompt that ended with it.
@@ -145,6 +166,30 @@ class PrefillScheduler:
                 return True
         return False
 
+    def _fill(self, prefills: Sequence[Prefill]) -> dict[str, int]:
+        """Tokens of a step by attempt: the budget goes to `prefills` in their order."""
+        chunks: dict[str, int] = {}
+        budget = self._limits.max_num_batched_tokens
+        does_one_end = False
+        for prefill in prefills:
+            does_end = prefill.num_remaining_tokens <= budget
+            if budget == 0 or (does_one_end and not does_end):
+                break
+            chunks[prefill.attempt_id] = min(prefill.num_remaining_tokens, budget)
+            budget -= chunks[prefill.attempt_id]
+            does_one_end = does_one_end or does_end
+        return chunks
+
+    def _spend(self, chunks: dict[str, int]) -> BatchPlan:
+        """The plan of `chunks`, with the account between the oldest and the others kept."""
+        oldest = next(iter(self._running))
+        of_oldest = chunks.get(oldest, 0)
+        others_per_token = 1 / self._limits.oldest_share - 1
+        most = others_per_token * self._limits.max_num_batched_tokens
+        self._allowance = min(most, self._allowance + others_per_token * of_oldest)
+        self._allowance -= sum(chunks.values()) - of_oldest
+        return BatchPlan(slices=tuple(_slice(self._running[attempt_id], n) for attempt_id, n in chunks.items()))
+
     def _can_start(self) -> bool:
         if not self._waiting or len(self._running) + len(self._held) >= self._limits.max_num_seqs:
             return False
@@ -152,6 +197,10 @@ class PrefillScheduler:
 
     def _num_blocks(self, prefill: Prefill) -> int:
         return -(-len(prefill.token_ids) // self._pool.block_size)
+
+
+def _num_remaining_tokens(prefill: Prefill) -> int:
+    return prefill.num_remaining_tokens
 
 
 def _slice(prefill: Prefill, num_tokens: int) -> SequenceSlice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 from pydantic import Field
@@ -26,15 +25,14 @@ class PrefillWorkerSettings(WorkerSettings):
         description="Unique name, stable over restarts; default: prefill-<host name>, so set it for two on one host",
     )
     oldest_share: float = Field(
-        default=0.25, gt=0, le=1, description="Share of each step's tokens that the oldest prompt is sure to get"
+        default=0.25, gt=0, le=1, description="Share of the computed tokens that the oldest prompt is sure to get"
     )
 
     @property
     def limits(self) -> PrefillLimits:
         """What the scheduler may do."""
-        budget = self.engine.max_num_batched_tokens
         return PrefillLimits(
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=self.engine.max_num_batched_tokens,
             max_num_seqs=self.engine.max_num_seqs,
-            guaranteed_tokens=math.ceil(budget * self.oldest_share),
+            oldest_share=self.oldest_share,
         )

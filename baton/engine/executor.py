@@ -40,13 +40,16 @@ class Executor(Protocol):
         """Positions that the model was made for."""
         ...
 
-    def execute(self, plan: BatchPlan) -> StepOutput:
+    def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
         """Runs the step; returns the tokens sampled after its slices, and what else they ask for.
 
         Blocks until the step is done; the keys and values are then in the pool. The result for a slice does not
         depend on what else is in the plan, nor on how its sequence was cut into slices. Raises
         OutOfMemoryError when the step does not fit into memory: nothing that other sequences own has changed then,
         what it had allocated is free again, and a smaller plan can succeed.
+
+        `pause` is called between parts of the step where an executor has such parts that take long. Other steps, of
+        other sequences, may be executed in it, without a pause of their own.
         """
         ...
 
@@ -83,11 +86,16 @@ class ScriptedExecutor:
         self.plans: list[BatchPlan] = []
         self._next_token = next_token
 
-    def execute(self, plan: BatchPlan) -> StepOutput:
-        """Returns the scripted tokens; asserts that the plan is sound and that no two slices write to one block."""
+    def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
+        """Returns the scripted tokens; asserts that the plan is sound and that no two slices write to one block.
+
+        Pauses once.
+        """
         plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
         self._assert_writers_apart(plan)
         self.plans.append(plan)
+        if pause is not None:
+            pause()
         tokens: list[int | None] = []
         for piece in plan.slices:
             if piece.sampling is None:

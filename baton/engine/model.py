@@ -10,6 +10,8 @@ from torch.nn.functional import embedding, rms_norm, silu
 from baton.engine.attention import AttentionPlan, attention_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.engine.batch import BatchPlan
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
@@ -38,11 +40,12 @@ class DecoderModel:
         """
         return self.sampled_logits(self.hidden(plan, pool), plan)
 
-    def hidden(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
+    def hidden(self, plan: BatchPlan, pool: KVPool, pause: Callable[[], None] | None = None) -> torch.Tensor:
         """Computes the step and writes its keys and values into the pool; returns what `logits` takes.
 
         Returns [tokens of the step, hidden_size]. Blocks until done on a CPU; on a GPU the result is enqueued. The
-        plan must fit (`BatchPlan.assert_fits`); the pool must have this model's layout, dtype and device.
+        plan must fit (`BatchPlan.assert_fits`); the pool must have this model's layout, dtype and device. `pause` is
+        called before each layer but the first; other steps may run in it.
         """
         with torch.inference_mode():
             positions, pool_rows = _flat_positions(plan, pool)
@@ -55,6 +58,8 @@ class DecoderModel:
             }
             hidden = embedding(token_ids, self.weights.embeddings).to(self._dtype)
             for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
+                if pause is not None and index > 0:
+                    pause()
                 normed = self._norm(hidden, layer.input_norm)
                 queries, keys_values = self._project(layer, normed, rotary)
                 keys_values = keys_values.to(pool.tensor.dtype)

@@ -20,7 +20,7 @@ from baton.engine.sampler import sample
 from baton.engine.weights import DecoderWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from baton.core.generation import TokenLogprobs
@@ -62,14 +62,14 @@ class TorchExecutor:
         model = DecoderModel(config, weights)
         return cls(model, pool, NativeDecoder.create(model, pool))
 
-    def execute(self, plan: BatchPlan) -> StepOutput:
-        """Runs the step; see `Executor.execute`."""
+    def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
+        """Runs the step; see `Executor.execute`. Pauses between layers where PyTorch computes them on a CPU."""
         plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
         if not plan.slices:
             return StepOutput(tokens=())
         try:
             scores: dict[str, list[TokenLogprobs]] = {}
-            return self._sample(self._forward(plan, scores), plan, scores)
+            return self._sample(self._forward(plan, scores, pause), plan, scores)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -90,27 +90,33 @@ class TorchExecutor:
             )
             self.execute(BatchPlan(slices=[piece]))
 
-    def _forward(self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]]) -> torch.Tensor:
+    def _forward(
+        self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]], pause: Callable[[], None] | None
+    ) -> torch.Tensor:
         """Logits [slices that sample, vocab_size] in the plan's order; scored slices' results go to `scores`."""
         if self._decoder is None:
-            return self._run_model(plan, scores)
+            return self._run_model(plan, scores, pause)
         singles = [piece for piece in plan.slices if _is_single(piece)]
         if len(singles) == len(plan.slices):
             return self._decoder.forward(plan)
         if not singles:
-            return self._run_model(plan, scores)
+            return self._run_model(plan, scores, pause)
         chunks = [piece for piece in plan.slices if not _is_single(piece)]
+        # The decoder's logits last until its next step, which may be one that runs in a pause: chunks come first.
+        from_chunks = self._run_model(BatchPlan(slices=chunks), scores, pause)
         from_singles = self._decoder.forward(BatchPlan(slices=singles))
-        from_chunks = self._run_model(BatchPlan(slices=chunks), scores)
         is_single = torch.tensor([_is_single(piece) for piece in plan.slices if piece.sampling is not None])
         logits = torch.empty(len(is_single), self.vocab_size)
         logits[is_single] = from_singles
         logits[~is_single] = from_chunks
         return logits
 
-    def _run_model(self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]]) -> torch.Tensor:
+    def _run_model(
+        self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]], pause: Callable[[], None] | None
+    ) -> torch.Tensor:
         """Like `_forward`, by PyTorch."""
-        hidden = self._model.hidden(plan, self._pool)
+        # On a GPU the layers are only enqueued here: what ran in a pause would run behind all of them.
+        hidden = self._model.hidden(plan, self._pool, pause if self._pool.device.type == "cpu" else None)
         start = 0
         for piece in plan.slices:
             if piece.scored is not None:

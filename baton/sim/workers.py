@@ -27,7 +27,7 @@ class WorkerSize:
     block_size: int = BLOCK_SIZE
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    guaranteed_tokens: int = 128
+    oldest_share: float = 0.25
 
 
 class SimPrefill:
@@ -41,7 +41,7 @@ class SimPrefill:
             PrefillLimits(
                 max_num_batched_tokens=size.max_num_batched_tokens,
                 max_num_seqs=size.max_num_seqs,
-                guaranteed_tokens=size.guaranteed_tokens,
+                oldest_share=size.oldest_share,
             ),
         )
         self._plan: BatchPlan | None = None

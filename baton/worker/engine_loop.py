@@ -9,6 +9,8 @@ loop guarantees:
   tell busy from stuck.
 - A step that fails takes down only the attempts that it computed. One that does not fit into memory takes down one:
   the slice of the most tokens, or of the longest sequence among equals, is shed, and the rest is tried again.
+- In the pauses of a step, where the core allows it, commands are applied and steps run that cannot wait for its
+  end. They are committed and told before it is.
 - Time passes for leases also when nobody sends anything.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from baton.core.errors import InternalError, OutOfMemoryError, ServingError
 from baton.engine.batch import BatchPlan
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from baton.engine.executor import Executor
 
 _log = logging.getLogger(__name__)
+
+Receive: TypeAlias = "Callable[[], list[Any]]"
+Emit: TypeAlias = "Callable[[EventBatch], None]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +114,27 @@ class EngineCore(Protocol):
         ...
 
 
-class EngineLoop:
-    """Runs a core and an executor over the channel to the server process."""
+class Interrupts(Protocol):
+    """The part of a core whose steps may be interrupted: its `handle` is allowed while a step is computed."""
 
-    def __init__(self, core: EngineCore, executor: Executor, clock: Clock) -> None:
+    def plan_interrupt(self, step: BatchPlan) -> BatchPlan:
+        """What is to run in the middle of `step`, to be committed before it; without slices when there is nothing."""
+        ...
+
+
+class EngineLoop:
+    """Runs a core and an executor over the channel to the server process.
+
+    With `interrupts`, which is the core again, steps have pauses.
+    """
+
+    def __init__(
+        self, core: EngineCore, executor: Executor, clock: Clock, *, interrupts: Interrupts | None = None
+    ) -> None:
         self._core = core
         self._executor = executor
         self._clock = clock
+        self._interrupts = interrupts
         self._num_commands = 0
 
     def run(self, channel: ChildChannel[Any, EventBatch]) -> None:
@@ -124,19 +143,35 @@ class EngineLoop:
             commands = channel.poll_commands(self._core.idle_s)
             self.turn(commands, lambda: channel.poll_commands(0), lambda batch: channel.emit([batch]))
 
-    def turn(self, commands: list[Any], receive: Callable[[], list[Any]], emit: Callable[[EventBatch], None]) -> None:
+    def turn(self, commands: list[Any], receive: Receive, emit: Emit) -> None:
         """One turn: `commands`, a step if there is one, what `receive` gives meanwhile, and the outcome to `emit`.
 
-        What happened before the step is told before it, so nobody learns of it a step late.
+        What happened before a step is told before it, so nobody learns of it a step late.
         """
+        plan = self._plan(commands, self._core.plan, emit)
+        if not plan.slices:
+            return
+        pause = None
+        if self._interrupts is not None:
+            interrupts = self._interrupts
+            pause = _Pause(lambda: self._interrupt(plan, interrupts, receive, emit), self._clock)
+        self._step(plan, receive, emit, pause)
+
+    def _interrupt(self, step: BatchPlan, interrupts: Interrupts, receive: Receive, emit: Emit) -> None:
+        """Applies what came and runs what cannot wait for the end of `step`."""
+        plan = self._plan(receive(), lambda: interrupts.plan_interrupt(step), emit)
+        while plan.slices:
+            self._step(plan, receive, emit, None)
+            plan = self._plan([], lambda: interrupts.plan_interrupt(step), emit)
+
+    def _plan(self, commands: list[Any], plan: Callable[[], BatchPlan], emit: Emit) -> BatchPlan:
+        """Applies `commands`, plans, and tells what happened; a batch without events only as an answer to commands."""
         self._apply(commands)
-        plan = self._core.plan()
+        step = plan()
         events = self._core.take_events()
-        if events or (commands and not plan.slices):
+        if events or (commands and not step.slices):
             emit(self._batch(events, None))
-        if plan.slices:
-            step = self._step(plan, receive)
-            emit(self._batch(self._core.take_events(), step))
+        return step
 
     def _batch(self, events: tuple[Any, ...], step: StepStats | None) -> EventBatch:
         stats = self._core.stats
@@ -149,14 +184,14 @@ class EngineLoop:
             self._core.handle(command)
             self._num_commands += 1
 
-    def _step(self, plan: BatchPlan, receive: Callable[[], list[Any]]) -> StepStats:
+    def _step(self, plan: BatchPlan, receive: Receive, emit: Emit, pause: _Pause | None) -> None:
         start_s = self._clock.monotonic_s()
         shed: list[tuple[BatchPlan, ServingError]] = []
         output: StepOutput | None = None
         rest = plan
         while rest.slices and output is None:
             try:
-                output = self._executor.execute(rest)
+                output = self._executor.execute(rest, pause)
             except OutOfMemoryError as error:
                 first, rest = _without_largest(rest)
                 shed.append((first, _shed_error(error, is_alone=not rest.slices)))
@@ -168,13 +203,14 @@ class EngineLoop:
                 _log.exception("a step failed")
                 shed.append((rest, InternalError("the computation of a step failed")))
                 break
-        step_s = self._clock.monotonic_s() - start_s
+        step_s = self._clock.monotonic_s() - start_s - (pause.total_s if pause is not None else 0.0)
         self._apply(receive())
         if output is not None:
             self._core.commit(rest, output)
         for failed, why in shed:
             self._core.fail(failed, why)
-        return StepStats(num_seqs=len(plan.slices), num_tokens=plan.num_tokens, step_s=step_s)
+        step = StepStats(num_seqs=len(plan.slices), num_tokens=plan.num_tokens, step_s=step_s)
+        emit(self._batch(self._core.take_events(), step))
 
 
 def _without_largest(plan: BatchPlan) -> tuple[BatchPlan, BatchPlan]:
@@ -191,3 +227,17 @@ def _shed_error(error: OutOfMemoryError, *, is_alone: bool) -> OutOfMemoryError:
     """For the one that is shed: a retry can succeed where it shared the memory with others."""
     _log.warning("out of memory, one request is shed: %s", error)
     return OutOfMemoryError(error.message, retry_after_s=None if is_alone else 1.0, metadata=error.metadata)
+
+
+class _Pause:
+    """What happens in the pauses of one step. Counts the seconds that it held the step up."""
+
+    def __init__(self, run: Callable[[], None], clock: Clock) -> None:
+        self._run = run
+        self._clock = clock
+        self.total_s = 0.0
+
+    def __call__(self) -> None:
+        start_s = self._clock.monotonic_s()
+        self._run()
+        self.total_s += self._clock.monotonic_s() - start_s

@@ -10,7 +10,7 @@ from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, SequenceSlice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from baton.engine.executor import Executor
 
@@ -40,10 +40,10 @@ class Sequence:
         )
 
 
-def step(executor: Executor, work: Iterable[tuple[Sequence, int]]) -> None:
+def step(executor: Executor, work: Iterable[tuple[Sequence, int]], pause: Callable[[], None] | None = None) -> None:
     """Runs one step: for each sequence at most so many tokens."""
     pairs = [(sequence, sequence.next_slice(limit)) for sequence, limit in work]
-    results = executor.execute(BatchPlan(slices=[piece for _, piece in pairs])).tokens
+    results = executor.execute(BatchPlan(slices=[piece for _, piece in pairs]), pause).tokens
     for (sequence, piece), token in zip(pairs, results, strict=True):
         assert (token is None) == (piece.sampling is None)
         sequence.num_computed = piece.end_position

@@ -65,6 +65,28 @@ def test_tokens_depend_neither_on_cuts_nor_on_company(executor: Executor, sampli
     assert all(0 <= token < executor.vocab_size for token in alone)
 
 
+def test_steps_in_the_pauses_of_another_change_nothing(executor: Executor) -> None:
+    prompt, other = list(range(5, 24)), list(range(40, 51))
+    expected = [generate(executor, Sequence("alone", tokens, table(0)), 4) for tokens in (prompt, other)]
+    # One of two tokens at once and one of a single token: the latter is computed in another way.
+    long, single = Sequence("long", prompt, table(0)), Sequence("single", prompt, table(1))
+    step(executor, [(single, len(prompt) - 1)])
+    interrupting = Sequence("interrupting", other, table(2))
+    num_pauses = 0
+
+    def pause() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        if len(interrupting.tokens) < 4:
+            step(executor, [(interrupting, 6)])
+
+    for limit in (7, 7, 100):
+        step(executor, [(long, limit), (single, 1)], pause)
+    assert generate(executor, long, 4) == generate(executor, single, 4) == expected[0]
+    assert generate(executor, interrupting, 4) == expected[1]
+    assert num_pauses >= 3
+
+
 def test_a_seed_changes_the_tokens(executor: Executor) -> None:
     prompt = list(range(5, 24))
     outputs = {

@@ -30,7 +30,7 @@ class Readers:
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
-        (StaleLeaseError("ended"), "STALE_LEASE"),
+        (StaleLeaseError("ended"), "LEASE_STALE"),
         (MemoryError(), "OUT_OF_MEMORY"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "OUT_OF_MEMORY"),
         (ZeroDivisionError(), "INTERNAL"),

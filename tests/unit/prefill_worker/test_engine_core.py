@@ -75,15 +75,19 @@ class Bench:
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
         self.fences = Fences()
         self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
-        limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, guaranteed_tokens=2)
+        limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, oldest_share=0.25)
         leases = LeaseTable(self.fences, self.clock, lease_s=LEASE_S)
         self.core = PrefillCore(self.pool, limits, leases, self.clock, Structures())
-        self.loop = EngineLoop(self.core, self.executor, self.clock)
+        self.loop = EngineLoop(self.core, self.executor, self.clock, interrupts=self.core)
 
-    def turn(self, *commands, after_step=()):
-        batches = []
-        self.loop.turn(list(commands), lambda: list(after_step), batches.append)
-        return [event for batch in batches for event in batch.events]
+    def turn(self, *commands, during=()):
+        """`during[i]` is what the loop finds when it looks for the i-th time: in a step's one pause, then after it."""
+        return [event for batch in self.batches(*commands, during=during) for event in batch.events]
+
+    def batches(self, *commands, during=()):
+        looks, batches = iter(during), []
+        self.loop.turn(list(commands), lambda: list(next(looks, ())), batches.append)
+        return batches
 
     def run_dry(self, *commands):
         events = self.turn(*commands)
@@ -171,7 +175,7 @@ def test_a_cancel_is_seen_at_the_next_chunk(bench):
 
 
 def test_a_cancel_during_the_last_chunk_does_not_look_like_success(bench):
-    events = bench.turn(submit("a", 4), after_step=[Cancel(attempt_id="a")])
+    events = bench.turn(submit("a", 4), during=([], [Cancel(attempt_id="a")]))
     assert [type(event) for event in events] == [Started, Failed]
     bench.assert_clean()
 
@@ -212,7 +216,7 @@ def test_a_step_that_fails_ends_its_attempts_and_no_other(bench, failure, expect
     bench.turn(submit("a", 32))
     healthy = bench.executor.execute
 
-    def broken(plan):
+    def broken(plan, pause):
         raise failure
 
     bench.executor.execute = broken
@@ -226,17 +230,92 @@ def test_a_step_that_fails_ends_its_attempts_and_no_other(bench, failure, expect
 
 
 def test_every_command_is_answered_by_a_batch(bench):
-    batches = []
-    bench.loop.turn([RenewLease(lease_id="nobody")], list, batches.append)
-    bench.loop.turn([], list, batches.append)
+    batches = bench.batches(RenewLease(lease_id="nobody")) + bench.batches()
     assert [batch.num_commands for batch in batches] == [1]
 
 
 def test_a_start_is_told_before_the_step(bench):
-    batches = []
-    bench.loop.turn([submit("a", 4)], list, batches.append)
+    batches = bench.batches(submit("a", 4))
     assert [[type(event) for event in batch.events] for batch in batches] == [[Started], [PromptDone]]
     assert [batch.step is not None for batch in batches] == [False, True]
+
+
+def test_a_short_prompt_runs_in_the_middle_of_a_long_ones_step(bench):
+    before, started, chat, step = bench.batches(submit("long", 40), during=([submit("chat", 8)],))
+    assert before.events == (Started(attempt_id="long", queue_s=0.0),)
+    assert started.events == (Started(attempt_id="chat", queue_s=0.0),)
+    # The chat has its first token before the step that it came into has ended.
+    assert [type(event) for event in chat.events] == [PromptDone]
+    assert (chat.events[0].token_id, chat.step.num_tokens) == (scripted_token(8, 8, 0, 256), 8)
+    assert (step.events, step.step.num_tokens) == ((), 8)
+    assert [[piece.attempt_id for piece in plan.slices] for plan in bench.executor.plans] == [["long"], ["chat"]]
+    events = bench.run_dry()
+    assert [(event.attempt_id, event.num_chunks) for event in events] == [("long", 5)]
+
+
+def test_a_prompt_that_is_not_much_shorter_waits_for_the_end_of_the_step(bench):
+    events = bench.turn(submit("long", 40), during=([submit("other", 11)],))
+    assert [(type(event), event.attempt_id) for event in events] == [(Started, "long"), (Started, "other")]
+    assert len(bench.executor.plans) == 1
+
+
+def test_those_who_interrupt_leave_the_oldest_its_share(bench):
+    chats = [submit(name, 8) for name in "abcd"]
+    # A fourth of all tokens is the oldest's: 24 of others for the 8 of its step. A sequence slot is its own, too.
+    bench.turn(submit("long", 40), during=(chats,))
+    sizes = [[(piece.attempt_id, len(piece.token_ids)) for piece in plan.slices] for plan in bench.executor.plans]
+    assert sizes == [[("long", 8)], [("a", 8)], [("b", 8)], [("c", 8)]]
+
+
+@pytest.mark.parametrize("is_in_pause", [True, False])
+def test_a_cancel_during_a_step_waits_for_its_end_because_blocks_are_written(bench, is_in_pause):
+    execute = bench.executor.execute
+    used = []
+
+    def watched(plan, pause):
+        output = execute(plan, pause)
+        used.append(bench.pool.num_used)
+        return output
+
+    bench.executor.execute = watched
+    cancel = [Cancel(attempt_id="a"), Cancel(attempt_id="a")]
+    events = bench.turn(submit("a", 32), during=(cancel, []) if is_in_pause else ([], cancel))
+    assert used == [8]
+    assert [type(event) for event in events] == [Started, Failed]
+    assert isinstance(events[1].error, CancelledError)
+    bench.assert_clean()
+
+
+def test_in_a_pause_leases_end_and_waiting_prompts_start(bench):
+    bench.run_dry(submit("held", 4))
+    for name in "bcd":
+        bench.run_dry(submit(name, 4))
+    bench.turn(ReleaseLease(lease_id="lease-b", outcome=LeaseOutcome.CONSUMED), submit("long", 40))
+    release = ReleaseLease(lease_id="lease-held", outcome=LeaseOutcome.CONSUMED)
+    events = bench.turn(during=([submit("chat", 2), release],))
+    assert [(type(event), event.attempt_id) for event in events] == [
+        (Released, "held"),
+        (Started, "chat"),
+        (PromptDone, "chat"),
+    ]
+
+
+def test_an_interrupting_step_that_fails_leaves_the_interrupted_one_alone(bench):
+    execute = bench.executor.execute
+
+    def broken_for_chats(plan, pause):
+        if plan.slices[0].attempt_id == "chat":
+            raise ResourceExhaustedError("no memory", retry_after_s=1.0)
+        return execute(plan, pause)
+
+    bench.executor.execute = broken_for_chats
+    events = bench.turn(submit("long", 12), during=([submit("chat", 2)],))
+    assert [(type(event), event.attempt_id) for event in events] == [
+        (Started, "long"),
+        (Started, "chat"),
+        (Failed, "chat"),
+    ]
+    assert [(type(event), event.num_chunks) for event in bench.run_dry()] == [(PromptDone, 2)]
 
 
 def test_a_structure_may_end_with_the_first_token_or_fail_there(bench):

@@ -65,7 +65,7 @@ class TightExecutor(ScriptedExecutor):
         super().__init__(layout=LAYOUT, num_blocks=NUM_BLOCKS)
         self.max_tokens, self.max_keys = max_tokens, max_keys
 
-    def execute(self, plan):
+    def execute(self, plan, pause=None):
         if plan.num_tokens > self.max_tokens or sum(piece.end_position for piece in plan.slices) > self.max_keys:
             raise OutOfMemoryError("too large", retry_after_s=None)
         return super().execute(plan)
@@ -124,7 +124,7 @@ def test_one_that_does_not_fit_alone_is_not_told_to_retry():
 )
 def test_any_other_failure_ends_the_whole_step(failure, reason):
     class Broken(ScriptedExecutor):
-        def execute(self, plan):
+        def execute(self, plan, pause=None):
             raise failure
 
     batches = run(Broken(layout=LAYOUT, num_blocks=NUM_BLOCKS), *PROMPTS)
@@ -133,7 +133,7 @@ def test_any_other_failure_ends_the_whole_step(failure, reason):
 
 def test_a_failure_after_a_shed_request_ends_the_rest_by_its_own_reason():
     class Breaking(TightExecutor):
-        def execute(self, plan):
+        def execute(self, plan, pause=None):
             if len(plan.slices) == 2:
                 raise UnavailableError("away")
             return super().execute(plan)
