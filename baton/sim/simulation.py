@@ -156,12 +156,25 @@ class Simulation:
                 return
 
     def _step_prefill(self, worker_id: str) -> None:
-        duration_s = self._prefills[worker_id].begin_step(self._now_s)
+        prefill = self._prefills[worker_id]
+        duration_s = prefill.begin_step(self._now_s)
         if duration_s is not None:
             self._after(duration_s, lambda: self._end_prefill_step(worker_id))
+        elif (duration_s := prefill.begin_interrupt(self._now_s)) is not None:
+            self._after(duration_s, lambda: self._end_interrupt(worker_id))
+
+    def _end_interrupt(self, worker_id: str) -> None:
+        self._take_first_tokens(worker_id, self._prefills[worker_id].end_interrupt())
 
     def _end_prefill_step(self, worker_id: str) -> None:
-        for name in self._prefills[worker_id].end_step():
+        held_up_s = self._prefills[worker_id].take_held_up_s()
+        if held_up_s:
+            self._after(held_up_s, lambda: self._end_prefill_step(worker_id))
+        else:
+            self._take_first_tokens(worker_id, self._prefills[worker_id].end_step())
+
+    def _take_first_tokens(self, worker_id: str, names: list[str]) -> None:
+        for name in names:
             outcome = self._running[name]
             outcome.first_token_s = self._now_s
             assert outcome.route is not None

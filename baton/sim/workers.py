@@ -31,7 +31,7 @@ class WorkerSize:
 
 
 class SimPrefill:
-    """A prefill worker. Between `begin_step` and `end_step` a step runs."""
+    """A prefill worker. Between `begin_step` and `end_step` a step runs, and in it others that interrupt it."""
 
     def __init__(self, size: WorkerSize, costs: Costs) -> None:
         self._pool = BlockPool(size.num_blocks, size.block_size)
@@ -45,6 +45,8 @@ class SimPrefill:
             ),
         )
         self._plan: BatchPlan | None = None
+        self._interrupt: BatchPlan | None = None
+        self._held_up_s = 0.0
 
     def add(self, attempt_id: str, num_tokens: int, now_s: float) -> None:
         """Takes a prompt in."""
@@ -61,13 +63,37 @@ class SimPrefill:
         if not plan.slices:
             return None
         self._plan = plan
-        return self._costs.prefill_step_s + self._costs.prefill_token_s * plan.num_tokens
+        return self._duration_s(plan)
+
+    def begin_interrupt(self, now_s: float) -> float | None:
+        """How long what interrupts the step that runs takes, in seconds; None when nothing does."""
+        if self._plan is None or self._interrupt is not None:
+            return None
+        self._scheduler.start_waiting(now_s)
+        plan = self._scheduler.plan_interrupt(self._plan)
+        if not plan.slices:
+            return None
+        self._interrupt = plan
+        duration_s = self._duration_s(plan)
+        self._held_up_s += duration_s
+        return duration_s
+
+    def end_interrupt(self) -> list[str]:
+        """The attempts whose prompts are computed now."""
+        assert self._interrupt is not None, "nothing interrupts"
+        plan, self._interrupt = self._interrupt, None
+        return self._commit(plan)
+
+    def take_held_up_s(self) -> float:
+        """By how much the end of the step that runs has moved since the last call, in seconds."""
+        held_up_s, self._held_up_s = self._held_up_s, 0.0
+        return held_up_s
 
     def end_step(self) -> list[str]:
         """The attempts whose prompts are computed now."""
         assert self._plan is not None, "no step runs"
         plan, self._plan = self._plan, None
-        return [prefill.attempt_id for _, prefill in self._scheduler.commit(plan)]
+        return self._commit(plan)
 
     def release(self, attempt_id: str) -> None:
         """Frees an attempt's blocks."""
@@ -77,6 +103,12 @@ class SimPrefill:
         """AssertionError unless no block is held."""
         self._pool.check_integrity()
         assert self._pool.num_used == 0, "blocks are held by nobody"
+
+    def _duration_s(self, plan: BatchPlan) -> float:
+        return self._costs.prefill_step_s + self._costs.prefill_token_s * plan.num_tokens
+
+    def _commit(self, plan: BatchPlan) -> list[str]:
+        return [prefill.attempt_id for _, prefill in self._scheduler.commit(plan)]
 
 
 class SimDecode:

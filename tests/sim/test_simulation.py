@@ -54,6 +54,13 @@ def test_a_lone_request_takes_what_its_steps_cost():
     assert outcome.ended_s == pytest.approx(outcome.first_token_s + 0.004 + 10 * 0.021)
 
 
+def test_a_chat_interrupts_a_long_prompts_step_and_holds_it_up_for_as_long_as_it_takes():
+    # Steps of 512 tokens: the chat comes into the third.
+    long, chat = Simulation(fleet(), classes()).run([Arrival(0.0, 2048, 2, "t"), Arrival(1.2, 100, 2, "t")])
+    assert chat.first_token_s == pytest.approx(1.2 + 0.01 + 100 * 0.001)
+    assert long.first_token_s == pytest.approx(4 * (0.01 + 512 * 0.001) + 0.01 + 100 * 0.001)
+
+
 def test_decode_slots_bound_what_runs_and_the_rest_waits_in_the_queue():
     arrivals = [Arrival(0.0, 16, 11, "t") for _ in range(5)]
     outcomes = Simulation(fleet(max_num_seqs=2), classes()).run(arrivals)
