@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +14,7 @@ from baton.engine.host_memory import allocate
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
+    from baton.engine.sharding import Shard
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,16 +59,27 @@ class KVPool:
         """Where the pool's memory is."""
         return self.tensor.device
 
+    def part(self, shard: Shard) -> KVPool:
+        """The same memory with the KV heads of one rank alone: what it reads and writes in each block.
+
+        Its tensor is not contiguous, unless the shard is the whole.
+        """
+        heads = shard.cut(self.layout.num_kv_heads)
+        part = copy(self)
+        part.layout = replace(self.layout, num_kv_heads=heads.count)
+        part.tensor = self.tensor[..., heads.first : heads.first + heads.count, :]
+        return part
+
     def positions_view(self) -> torch.Tensor:
         """The same memory as [num_blocks * num_layers * 2 * block_size, num_kv_heads * head_dim]: a row a position."""
         return self.tensor.view(-1, self.layout.num_kv_heads * self.layout.head_dim)
 
     def slabs_view(self) -> torch.Tensor:
-        """The same memory as [num_blocks * num_layers * 2, block_size * num_kv_heads * head_dim].
+        """The same memory as [num_blocks * num_layers * 2, block_size, num_kv_heads * head_dim].
 
         Row `(block_id * num_layers + layer) * 2 + part` has one block's keys (part 0) or values (part 1) of a layer.
         """
-        return self.tensor.view(self.num_blocks * self.layout.num_layers * 2, -1)
+        return self.tensor.view(-1, self.layout.block_size, self.layout.num_kv_heads * self.layout.head_dim)
 
 
 def _allocate(num_bytes: int, device: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from baton.engine.batch import BatchPlan
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
+    from baton.engine.rank_group import RankGroup
     from baton.engine.weights import DecoderWeights, LayerWeights
 
 
@@ -23,11 +24,15 @@ class DecoderModel:
 
     Every linear layer runs once over all tokens of a step, prefill and decode together. Holds no state of any
     sequence.
+
+    In a `group` each rank has a model of its own with its part of the weights, and `config`, like the pool, is that
+    part's. All ranks make the same calls in the same order and get the same results.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, group: RankGroup | None = None) -> None:
         self.config = config
         self.weights = weights
+        self._group = group
         self._device = weights.embeddings.device
         # Where the weights have to be widened anyway, rounding between the layers would only cost time and accuracy.
         self._dtype = torch.float32 if weights.head.is_emulated else weights.embeddings.dtype
@@ -56,7 +61,7 @@ class DecoderModel:
                 window: AttentionPlan.build(plan, pool, window=window, dtype=dtype)
                 for window in set(self.config.sliding_windows)
             }
-            hidden = embedding(token_ids, self.weights.embeddings).to(self._dtype)
+            hidden = self._embed(token_ids)
             for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
                 if pause is not None and index > 0:
                     pause()
@@ -65,15 +70,16 @@ class DecoderModel:
                 keys_values = keys_values.to(pool.tensor.dtype)
                 _write(pool, pool_rows, index, keys_values)
                 mixed = attention[window].run(queries, keys_values, pool, index)
-                hidden = hidden + layer.output(mixed)
-                hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+                hidden = hidden + self._sum(layer.output(mixed))
+                hidden = hidden + self._sum(self._mlp(layer, self._norm(hidden, layer.mlp_norm)))
             return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [rows, vocab_size] for rows of `hidden`."""
         with torch.inference_mode():
             normed = self._norm(hidden, self.weights.final_norm)
-            return self.weights.head(normed).to(torch.float32)
+            logits = self.weights.head(normed).to(torch.float32)
+            return logits if self._group is None else self._group.side_by_side(logits, self.config.vocab_size)
 
     def sampled_logits(self, hidden: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """The logits after the last token of each slice that samples, in the order of the plan."""
@@ -86,6 +92,20 @@ class DecoderModel:
         if not rows:
             return torch.empty(0, self.config.vocab_size, device=self._device)
         return self.logits(hidden if len(rows) == end else hidden[torch.tensor(rows, device=self._device)])
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden_size]: each rank looks up the tokens of its part of the vocabulary."""
+        table = self.weights.embeddings
+        if self._group is None:
+            return embedding(token_ids, table).to(self._dtype)
+        rows = token_ids - self._group.shard.cut(self.config.vocab_size).first
+        is_elsewhere = (rows < 0) | (rows >= len(table))
+        found = embedding(rows.masked_fill(is_elsewhere, 0), table).to(self._dtype)
+        return self._group.sum(found.masked_fill_(is_elsewhere[:, None], 0))
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` of all ranks added up."""
+        return x if self._group is None else self._group.sum(x)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,8 @@ from baton.core.model import KVLayout
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from baton.engine.sharding import Shard
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -93,6 +95,24 @@ class DecoderConfig:
             sliding_windows=_sliding_windows(path, family, config),
             inv_freq=inv_freq,
             rope_scale=rope_scale,
+        )
+
+    def part(self, shard: Shard) -> DecoderConfig:
+        """What one rank computes: fewer heads and inner features, the rest as it is.
+
+        StartupError when there are more ranks than KV heads.
+        """
+        if shard.size > self.num_kv_heads:
+            raise StartupError(
+                f"engine.tensor_parallel_size: {shard.size} ranks cannot divide the {self.num_kv_heads} KV heads "
+                f"of this model, at most {self.num_kv_heads} can"
+            )
+        num_kv_heads = shard.cut(self.num_kv_heads).count
+        return replace(
+            self,
+            num_heads=self.num_heads // self.num_kv_heads * num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            intermediate_size=shard.cut(self.intermediate_size).count,
         )
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:

@@ -17,6 +17,7 @@ from baton.engine.model_config import DecoderConfig
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.out_of_memory import is_out_of_memory
 from baton.engine.sampler import sample
+from baton.engine.sharding import WHOLE
 from baton.engine.weights import DecoderWeights
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from baton.core.model import KVLayout
     from baton.engine.batch import ScoredIds
     from baton.engine.kv_pool import KVPool
+    from baton.engine.rank_group import RankGroup
 
 _SCORED_ROWS = 64
 
@@ -47,20 +49,26 @@ class TorchExecutor:
         self.max_context_tokens = model.config.max_positions
 
     @classmethod
-    def from_folder(cls, path: Path, *, pool: KVPool, device: str = "cpu") -> TorchExecutor:
+    def from_folder(
+        cls, path: Path, *, pool: KVPool, device: str = "cpu", group: RankGroup | None = None
+    ) -> TorchExecutor:
         """Loads the model in `path`, in the dtype of `pool`, which the caller made with this model's layout.
 
+        In a `group` that is the layout of this rank's part, and only that part is loaded; steps run on PyTorch alone.
         Blocks for the load. The number of threads is the process's (`torch.set_num_threads`). Raises StartupError.
         """
-        config = DecoderConfig.from_folder(path)
+        whole = DecoderConfig.from_folder(path)
+        shard = WHOLE if group is None else group.shard
+        config = whole.part(shard)
         expected = config.kv_layout(pool.layout.block_size, pool.layout.dtype)
         if pool.layout != expected:
             raise StartupError(f"{path}: needs KV blocks of {expected}, the pool has {pool.layout}")
         if pool.device.type != torch.device(device).type:
             raise StartupError(f"device: the model is to run on {device}, its KV blocks are on {pool.device}")
-        weights = DecoderWeights.from_folder(path, config, dtype=torch_dtype(pool.layout.dtype), device=device)
-        model = DecoderModel(config, weights)
-        return cls(model, pool, NativeDecoder.create(model, pool))
+        dtype = torch_dtype(pool.layout.dtype)
+        weights = DecoderWeights.from_folder(path, whole, dtype=dtype, device=device, shard=shard)
+        model = DecoderModel(config, weights, group)
+        return cls(model, pool, None if group else NativeDecoder.create(model, pool))
 
     def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
         """Runs the step; see `Executor.execute`. Pauses between layers where PyTorch computes them on a CPU."""

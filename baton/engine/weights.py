@@ -13,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import StartupError
 from baton.engine.host_memory import allocate
+from baton.engine.sharding import WHOLE, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.engine.model_config import DecoderConfig
+    from baton.engine.sharding import Cut, Shard
 
 # Buffers that old exports carry along; nothing is computed from them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -93,15 +95,19 @@ class DecoderWeights:
     head: Linear
 
     @classmethod
-    def from_folder(cls, path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str) -> DecoderWeights:
-        """Loads `path`/*.safetensors. Blocks. Files are mapped, so at most one layer is held twice.
+    def from_folder(
+        cls, path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str, shard: Shard = WHOLE
+    ) -> DecoderWeights:
+        """Loads `path`/*.safetensors, or of each matrix what `shard` has. `config` is the whole model's. Blocks.
+
+        Files are mapped, so at most one layer is held twice, and what is not loaded is not read.
 
         Raises StartupError that names tensors that are missing, not expected or of another shape, an unreadable
         file, or the memory that was not there.
         """
         try:
             with ExitStack() as files, torch.inference_mode():
-                source = _Tensors(path, files, dtype=dtype, device=device)
+                source = _Tensors(path, files, dtype=dtype, device=device, shard=shard)
                 weights = cls._assemble(source, config)
                 source.require_all_used(config)
                 return weights
@@ -113,30 +119,34 @@ class DecoderWeights:
 
     @classmethod
     def _assemble(cls, source: _Tensors, config: DecoderConfig) -> DecoderWeights:
-        embeddings = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        vocabulary, hidden = source.shard.cut(config.vocab_size), whole(config.hidden_size)
+        embeddings = source.take("model.embed_tokens.weight", vocabulary, hidden)
         layers = tuple(_layer(source, config, index) for index in range(config.num_layers))
-        final_norm = source.take("model.norm.weight", config.hidden_size)
+        final_norm = source.take("model.norm.weight", hidden)
         if config.tied_embeddings:
             head = Linear(embeddings, is_emulated=source.is_emulated)
         else:
-            head = source.fused("", {"lm_head": config.vocab_size}, config.hidden_size, bias=False)
+            head = source.fused("", {"lm_head": vocabulary}, hidden, bias=False)
         return cls(embeddings=embeddings, layers=layers, final_norm=final_norm, head=head)
 
 
 def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}."
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = whole(config.hidden_size), source.shard.cut(config.intermediate_size)
+    head = whole(config.head_dim)
+    # A KV head stays together with the query heads that read it.
+    queries = source.shard.cut(config.num_kv_heads, config.num_heads // config.num_kv_heads * config.head_dim)
+    keys = source.shard.cut(config.num_kv_heads, config.head_dim)
     attention = prefix + "self_attn."
-    query_norm = source.take(attention + "q_norm.weight", config.head_dim) if config.qk_norm else None
-    key_norm = source.take(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None
-    qkv_parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    query_norm = source.take(attention + "q_norm.weight", head) if config.qk_norm else None
+    key_norm = source.take(attention + "k_norm.weight", head) if config.qk_norm else None
+    qkv_parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     return LayerWeights(
         input_norm=source.take(prefix + "input_layernorm.weight", hidden),
         qkv=source.fused(attention, qkv_parts, hidden, bias=config.qkv_bias),
         query_norm=query_norm,
         key_norm=key_norm,
-        output=source.fused(attention, {"o_proj": hidden}, q_size, bias=config.output_bias),
+        output=source.fused(attention, {"o_proj": hidden}, queries, bias=config.output_bias),
         mlp_norm=source.take(prefix + "post_attention_layernorm.weight", hidden),
         gate_up=source.fused(prefix + "mlp.", {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias),
         down=source.fused(prefix + "mlp.", {"down_proj": hidden}, inner, bias=config.mlp_bias),
@@ -144,9 +154,10 @@ def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
 
 
 class _Tensors:
-    """The tensors of all of a folder's files by name, each taken once."""
+    """The tensors of all of a folder's files by name, each taken once, whole or cut."""
 
-    def __init__(self, path: Path, files: ExitStack, *, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, path: Path, files: ExitStack, *, dtype: torch.dtype, device: str, shard: Shard) -> None:
+        self.shard = shard
         self._path = path
         self._dtype = dtype
         self._device = device
@@ -158,21 +169,25 @@ class _Tensors:
         self._unused = set(self._handles)
         self._free = self._memory()
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *cuts: Cut) -> torch.Tensor:
         """The tensor called `name` in the dtype and on the device of the model."""
-        return self._empty(*shape).copy_(self._mapped(name, shape))
+        return self._empty(*(cut.count for cut in cuts)).copy_(self._mapped(name, *cuts))
 
-    def fused(self, prefix: str, parts: dict[str, int], in_features: int, *, bias: bool) -> Linear:
-        """The projections `prefix` + part, each of so many outputs, as one map with their outputs side by side."""
-        weight = self._empty(sum(parts.values()), in_features)
+    def fused(self, prefix: str, parts: dict[str, Cut], inputs: Cut, *, bias: bool) -> Linear:
+        """The projections `prefix` + part, each of so many outputs, as one map with their outputs side by side.
+
+        Where the inputs are cut the ranks' outputs are added up, so only the first rank has the bias.
+        """
+        weight = self._empty(sum(outputs.count for outputs in parts.values()), inputs.count)
         offsets = self._empty(weight.shape[0]) if bias else None
         row = 0
-        for part, size in parts.items():
-            weight[row : row + size] = self._mapped(f"{prefix}{part}.weight", (size, in_features))
+        for part, outputs in parts.items():
+            end = row + outputs.count
+            weight[row:end] = self._mapped(f"{prefix}{part}.weight", outputs, inputs)
             if offsets is not None:
-                offsets[row : row + size] = self._mapped(f"{prefix}{part}.bias", (size,))
-            row += size
-        return Linear(weight, offsets, self.is_emulated)
+                offsets[row:end] = self._mapped(f"{prefix}{part}.bias", outputs)
+            row = end
+        return Linear(weight, offsets if inputs.first == 0 else None, self.is_emulated)
 
     def require_all_used(self, config: DecoderConfig) -> None:
         """Raises StartupError when the files hold tensors that this model would not use: it is not this model."""
@@ -183,10 +198,11 @@ class _Tensors:
             raise StartupError(f"{self._path}: unexpected tensors for {config.family}: {_shortened(unexpected)}")
 
     def _memory(self) -> torch.Tensor | None:
-        """Room for all tensors in one piece, on a CPU."""
+        """Room for all tensors in one piece, on a CPU; for those of a shard about that."""
         if self._device != "cpu":
             return None
-        sizes = [math.prod(handle.get_slice(name).get_shape()) for name, handle in self._handles.items()]
+        shapes = [handle.get_slice(name).get_shape() for name, handle in self._handles.items()]
+        sizes = [-(-math.prod(shape) // self.shard.size) for shape in shapes]
         return allocate(sum(-(-size * self._dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes))
 
     def _empty(self, *shape: int) -> torch.Tensor:
@@ -196,17 +212,18 @@ class _Tensors:
         taken, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES :]
         return taken.view(self._dtype).view(shape)
 
-    def _mapped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _mapped(self, name: str, *cuts: Cut) -> torch.Tensor:
         handle = self._handles.get(name)
         if handle is None:
             raise StartupError(f"{self._path}: tensor {name} is missing")
         tensor: torch.Tensor = handle.get_tensor(name)
+        shape = tuple(cut.total for cut in cuts)
         if tuple(tensor.shape) != shape:
             raise StartupError(f"{self._path}: tensor {name} is {tuple(tensor.shape)}, config.json implies {shape}")
         if not tensor.is_floating_point():
             raise StartupError(f"{self._path}: tensor {name} is {tensor.dtype}: quantized weights are not supported")
         self._unused.discard(name)
-        return tensor
+        return tensor[tuple(slice(cut.first, cut.first + cut.count) for cut in cuts)]
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from baton.core.errors import StartupError
 from baton.core.model import KVLayout
 from baton.engine.kv_pool import KVPool, torch_dtype
+from baton.engine.sharding import Shard
 
 
 def layout(dtype: str = "float32") -> KVLayout:
@@ -27,8 +30,19 @@ def test_the_pool_lies_over_the_storage_given(dtype):
 def test_the_views_index_the_same_memory():
     pool = KVPool(layout(), 7)
     pool.tensor[:] = torch.randn_like(pool.tensor)
-    torch.testing.assert_close(pool.slabs_view()[(4 * 3 + 2) * 2 + 1], pool.tensor[4, 2, 1].flatten())
+    torch.testing.assert_close(pool.slabs_view()[(4 * 3 + 2) * 2 + 1], pool.tensor[4, 2, 1].flatten(1))
     torch.testing.assert_close(pool.positions_view()[((4 * 3 + 2) * 2 + 1) * 5 + 3], pool.tensor[4, 2, 1, 3].flatten())
+
+
+def test_a_part_has_one_ranks_heads_of_the_same_memory():
+    whole = KVPool(layout(), 7)
+    whole.tensor[:] = torch.randn_like(whole.tensor)
+    part = whole.part(Shard(1, 2))
+    assert (part.layout, part.num_blocks) == (replace(layout(), num_kv_heads=1), 7)
+    torch.testing.assert_close(part.slabs_view()[5], whole.tensor[0, 2, 1, :, 1])
+    part.positions_view()[3] = 1.0
+    assert whole.tensor[0, 0, 0, 3, 1].eq(1.0).all()
+    assert not whole.tensor[0, 0, 0, 3, 0].eq(1.0).any()
 
 
 @pytest.mark.parametrize(

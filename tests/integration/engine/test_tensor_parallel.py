@@ -1,0 +1,158 @@
+"""Ranks that divide a model compute what one process computes, in every family. Here the ranks are threads."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from baton.core.errors import StartupError
+from baton.engine.batch import BatchPlan
+from baton.engine.kv_pool import KVPool
+from baton.engine.model import DecoderModel
+from baton.engine.model_config import DecoderConfig
+from baton.engine.rank_group import RankGroup
+from baton.engine.sharding import Shard
+from baton.engine.weights import DecoderWeights
+from tests.integration.engine import families
+from tests.integration.engine.sequences import GREEDY, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 60
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """A group of threads over one pool, each with its part of the model."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        config = DecoderConfig.from_folder(folder)
+        self.pool = KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
+        self._threads = ThreadPoolExecutor(size)
+        self._store_fd = os.memfd_create("ranks")
+        self._shards = [Shard(rank, size) for rank in range(size)]
+        self._groups = [RankGroup(shard, self._store_fd, device=CPU, timeout_s=20) for shard in self._shards]
+        self.each(lambda rank: self._groups[rank].join(0))
+        self.models = [
+            DecoderModel(
+                config.part(shard),
+                DecoderWeights.from_folder(folder, config, dtype=torch.float32, device="cpu", shard=shard),
+                group,
+            )
+            for shard, group in zip(self._shards, self._groups, strict=True)
+        ]
+
+    def each(self, call: Callable[[int], torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return list(self._threads.map(call, range(len(self._shards))))
+
+    def forward(self, plan: BatchPlan) -> torch.Tensor:
+        """All ranks' logits, which must be the same to the bit."""
+        logits = self.each(lambda rank: self.models[rank].forward(plan, self.pool.part(self._shards[rank])))
+        assert all(torch.equal(logits[0], other) for other in logits[1:])
+        return logits[0]
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.leave()
+        self._threads.shutdown()
+        os.close(self._store_fd)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_a_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Path, int], Ranks]]:
+    started: list[Ranks] = []
+
+    def start(folder: Path, size: int) -> Ranks:
+        started.append(Ranks(folder, size))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.close()
+
+
+def work() -> list[Sequence]:
+    prompts = [list(range(5, 24)), list(range(40, 47)), [3]]
+    return [Sequence(f"s{i}", prompt, list(range(i * 12, i * 12 + 12))[::-1]) for i, prompt in enumerate(prompts)]
+
+
+def run(forward: Callable[[BatchPlan], torch.Tensor], sequences: list[Sequence], num_steps: int) -> list[torch.Tensor]:
+    """Prompts in chunks of 8 beside decode steps; each step's logits."""
+    steps = []
+    for _ in range(num_steps):
+        pieces = [sequence.next_slice(8) for sequence in sequences]
+        logits = forward(BatchPlan(slices=pieces))
+        steps.append(logits)
+        tokens = iter(logits.argmax(1).tolist())
+        for sequence, piece in zip(sequences, pieces, strict=True):
+            sequence.num_computed = piece.end_position
+            if piece.sampling is not None:
+                sequence.tokens.append(next(tokens))
+    return steps
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_two_ranks_give_the_logits_and_the_cache_of_one(name, tmp_path, start) -> None:
+    families.save_model(name, tmp_path)
+    config = DecoderConfig.from_folder(tmp_path)
+    weights = DecoderWeights.from_folder(tmp_path, config, dtype=torch.float32, device="cpu")
+    alone, pool = DecoderModel(config, weights), KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
+    ranks = start(tmp_path, 2)
+    expected_work, divided_work = work(), work()
+    expected = run(lambda plan: alone.forward(plan, pool), expected_work, 7)
+    divided = run(ranks.forward, divided_work, 7)
+    assert [sequence.tokens for sequence in divided_work] == [sequence.tokens for sequence in expected_work]
+    torch.testing.assert_close(divided, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ranks.pool.tensor, pool.tensor, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_that_do_not_divide_the_heads_have_unequal_parts(tmp_path, start, size) -> None:
+    families.save_model("llama-all-heads", tmp_path)
+    model = families.reference_model(tmp_path)
+    ranks = start(tmp_path, size)
+    assert sum(part.config.num_kv_heads for part in ranks.models) == 6
+    prompt = list(range(5, 24))
+    sequence = Sequence("a", prompt, list(range(12)))
+    run(ranks.forward, [sequence], 10)
+    assert sequence.tokens == families.reference_tokens(model, prompt, len(sequence.tokens))
+
+
+def test_a_rank_that_leaves_ends_the_others_wait_and_all_may_join_again(tmp_path, start) -> None:
+    families.save_model("llama", tmp_path)
+    ranks = start(tmp_path, 2)
+    groups = ranks._groups
+
+    def leave_or_wait(rank: int) -> None:
+        if rank == 1:
+            groups[1].leave()
+            return
+        with pytest.raises(RuntimeError, match=r"closed|reset"):
+            groups[0].sum(torch.ones(3))
+        groups[0].leave()
+
+    ranks.each(leave_or_wait)
+    ranks.each(lambda rank: groups[rank].join(1))
+    plan = BatchPlan(slices=[Sequence("a", [1, 2, 3], [0], GREEDY).next_slice(9)])
+    assert ranks.forward(plan).shape == (1, 211)
+
+
+def test_more_ranks_than_kv_heads_are_refused(tmp_path) -> None:
+    families.save_model("llama", tmp_path)
+    with pytest.raises(StartupError, match=r"engine\.tensor_parallel_size: 3 ranks cannot divide the 2 KV heads"):
+        DecoderConfig.from_folder(tmp_path).part(Shard(0, 3))
