@@ -25,11 +25,12 @@ class Router:
 
         A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot and blocks for
         prompt and output: what it reserves when it takes the sequence over. Ties go to a pair on one host, where
-        the handover is cheapest, then by name, so that every gateway decides alike. Takes time in proportion to the
+        the handover is cheapest, then by name, so that every gateway decides alike. Lives of workers that the ticket
+        avoids are left out. Takes time in proportion to the
         number of workers, not of pairs: a pair's load is the sum of both sides'.
         """
         best: tuple[_Rank, WorkerView, WorkerView] | None = None
-        for prefills, decodes in self._sides(views):
+        for prefills, decodes in self._sides([view for view in views if view.record.incarnation not in ticket.avoids]):
             least = _best_pair(_least_loaded(prefills, ticket), _least_loaded(decodes, ticket))
             if least is not None and (best is None or least[0] < best[0]):
                 best = least

@@ -24,6 +24,7 @@ _NAMES = (
     "deregister",
     "workers",
     "admit",
+    "readmit",
     "grant",
     "reserve",
     "release",

@@ -39,8 +39,10 @@ class Place:
     and bounded by the queue's `call_timeout_s`; when Redis is away, the lease ends and frees it.
     """
 
-    def __init__(self, ticket: Ticket, owner: PlaceOwner) -> None:
+    def __init__(self, ticket: Ticket, owner: PlaceOwner, former: Place | None = None) -> None:
         self.ticket = ticket
+        self.former = former
+        """Whose place in the queue this one takes."""
         self.position = 0
         """Tickets of the class that were ahead at admission, 0 for the first."""
         self.predicted_wait_s: float | None = None
@@ -66,6 +68,13 @@ class Place:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._owner.leave(self)
+
+    @property
+    def attempt_ids(self) -> tuple[str, ...]:
+        """All attempts that may hold something by this place."""
+        if self.former is None or self.is_admitted:
+            return (self.ticket.attempt_id,)
+        return (self.former.ticket.attempt_id, self.ticket.attempt_id)
 
     async def granted(self) -> Grant:
         """Waits, without a limit, for a pair of workers; may be called again. UnavailableError when the queue ends.

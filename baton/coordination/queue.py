@@ -108,6 +108,17 @@ class AdmissionQueue:
         assert ticket.queue_class in self._config.classes, f"unknown class {ticket.queue_class}"
         return Place(ticket, self)
 
+    def readmit(self, former: Place, ticket: Ticket) -> Place:
+        """As `admit`, for a new attempt at the request of a place that was granted in vain.
+
+        Entering ends the former place, in one step with the admission, and takes over its order: before all who came
+        later, and whatever the limits of the class. Raises UnavailableError when Redis is away; the former place is
+        then as it was, or ended.
+        """
+        assert ticket.request_id == former.ticket.request_id, "an attempt at the same request"
+        assert ticket.queue_class == former.ticket.queue_class, "in the same class"
+        return Place(ticket, self, former)
+
     async def run(self) -> None:
         """Dispatches, renews and puts back until cancelled; then gives back all that this gateway holds."""
         upkeep = self._upkeep
@@ -129,6 +140,8 @@ class AdmissionQueue:
         ticket = place.ticket
         if not self.is_available:
             raise redis_away()
+        if place.former is not None:
+            self._forget(place.former)
         if ticket.request_id in self._request_ids:
             raise already_exists(ticket)
         # Known before Redis knows it: another gateway's grant can arrive before the answer.
@@ -142,7 +155,7 @@ class AdmissionQueue:
         except UnavailableError:
             # No answer in time: the ticket may get into the queue all the same.
             self._forget(place)
-            self._tasks.start(self._upkeep.release(ticket.attempt_id))
+            self._tasks.start(self._upkeep.release(*place.attempt_ids))
             raise
         except asyncio.CancelledError:
             await self.leave(place)
@@ -153,7 +166,7 @@ class AdmissionQueue:
         if not place.has_ended:
             self._forget(place)
             with suppress(UnavailableError):  # `run` has given it back already, or its lease will
-                await self._tasks.finish(self._upkeep.release(place.ticket.attempt_id))
+                await self._tasks.finish(self._upkeep.release(*place.attempt_ids))
 
     async def end_prefill(self, place: Place) -> None:
         """Gives back what a place's ticket holds of its prefill worker."""
@@ -175,15 +188,7 @@ class AdmissionQueue:
     async def _admit(self, place: Place) -> float:
         """Admits, or returns the seconds after which to ask again."""
         ticket, limits = place.ticket, self._config.classes[place.ticket.queue_class]
-        reply = await self._commands.call(
-            "admit",
-            ticket.attempt_id,
-            json.dumps(encode_ticket(ticket, self._config.gateway_id)),
-            self._config.lease_ms,
-            limits.max_waiting,
-            limits.max_waiting_tokens,
-            round(self._config.settle_s * 1000),
-        )
+        reply = await self._commands.call(*self._admission(place))
         match reply[0]:
             case "exists":
                 raise already_exists(ticket)
@@ -200,3 +205,26 @@ class AdmissionQueue:
         if place.has_ended:  # its request was cancelled, twice, while Redis answered
             self._tasks.start(self._upkeep.release(ticket.attempt_id))
         return 0.0
+
+    def _admission(self, place: Place) -> tuple[str | int, ...]:
+        """The script that admits the place, with its arguments."""
+        ticket, limits = place.ticket, self._config.classes[place.ticket.queue_class]
+        fields = encode_ticket(ticket, self._config.gateway_id)
+        if place.former is not None:
+            fields["order"] = place.former.order
+            return (
+                "readmit",
+                place.former.ticket.attempt_id,
+                ticket.attempt_id,
+                json.dumps(fields),
+                self._config.lease_ms,
+            )
+        return (
+            "admit",
+            ticket.attempt_id,
+            json.dumps(fields),
+            self._config.lease_ms,
+            limits.max_waiting,
+            limits.max_waiting_tokens,
+            round(self._config.settle_s * 1000),
+        )

@@ -102,10 +102,14 @@ class GrantMessage:
     route: Route
 
 
-def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, str | int]:
+def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, str | int | list[str]]:
     """The ticket's fields as the scripts name them."""
-    bounds: dict[str, str | int] = {} if ticket.max_wait_s is None else {"max_wait_ms": round(ticket.max_wait_s * 1000)}
-    return bounds | {
+    optional: dict[str, str | int | list[str]] = {}
+    if ticket.max_wait_s is not None:
+        optional["max_wait_ms"] = round(ticket.max_wait_s * 1000)
+    if ticket.avoids:  # Lua cannot tell an empty list from an empty object
+        optional["avoids"] = sorted(ticket.avoids)
+    return optional | {
         "request_id": ticket.request_id,
         "class": ticket.queue_class,
         "prompt_tokens": ticket.prompt_tokens,
@@ -172,6 +176,7 @@ def _decode_head(row: Sequence[Any]) -> Head:
             max_tokens=int(fields["max_tokens"]),
             tenant=fields["tenant"],
             priority=int(fields["priority"]),
+            avoids=frozenset(fields.get("avoids", ())),
         ),
         num_prefills=num_prefills,
         turn=float(turn),

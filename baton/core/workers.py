@@ -76,6 +76,7 @@ class Ticket:
 
     Tenants of a class take turns; `priority` (-10 to 10, higher first) orders the tickets of one tenant only.
     `max_wait_s` is how long it can wait for workers: it is refused when it would wait longer, and dropped when it has.
+    `avoids` has the lives of workers (incarnations) that failed an earlier attempt at the request.
     """
 
     attempt_id: str
@@ -86,6 +87,7 @@ class Ticket:
     tenant: str = "default"
     priority: int = 0
     max_wait_s: float | None = None
+    avoids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

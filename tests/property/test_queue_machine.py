@@ -82,8 +82,8 @@ class QueueMachine(RuleBasedStateMachine):
     def served_next(self, queue_class: str, tenant: str) -> list[str]:
         """The waiting tickets of one tenant, the next one first."""
         mine = [
-            (-entry["ticket"]["priority"], index, attempt)
-            for index, (attempt, entry) in enumerate(self.waiting.items())
+            (-entry["ticket"]["priority"], entry["ticket"]["order"], attempt)
+            for attempt, entry in self.waiting.items()
             if (entry["ticket"]["class"], entry["ticket"]["tenant"]) == (queue_class, tenant)
         ]
         return [attempt for _, _, attempt in sorted(mine)]
@@ -199,6 +199,28 @@ class QueueMachine(RuleBasedStateMachine):
         attempt = data.draw(st.sampled_from(sorted(self.granted)))
         self.call("release", "prefill", attempt)
         self.granted[attempt]["grant"]["prefill"]["held"] = False
+
+    @rule(data=st.data(), blocks=st.integers(1, 12), repeat=st.booleans())
+    @precondition(lambda self: self.granted)
+    def try_again(self, data: st.DataObject, blocks: int, repeat: bool) -> None:
+        """A granted worker died: another attempt takes the place that this one had in the queue."""
+        former = data.draw(st.sampled_from(sorted(self.granted)))
+        attempt = f"again-{self.count}"
+        self.count += 1
+        ticket = self.granted[former]["ticket"] | {"prompt_tokens": blocks * 16}
+        reply = self.call("readmit", former, attempt, json.dumps(ticket), LEASE_MS)
+        self.forget(former)
+        self.waiting[attempt] = {"attempt_id": attempt, "ticket": ticket | {"since": int(reply[3])}}
+        name, tenant = ticket["class"], ticket["tenant"]
+        seats = self.do(self.connection.commands.hgetall(KEYS.all[11]))
+        assert int(seats[f"{name}|{tenant}"]) <= ticket["order"]
+        if tenant not in self.turns[name]:
+            self.turns[name].append(tenant)
+        self.turns[name].sort(key=lambda each: (int(seats[f"{name}|{each}"]), each))
+        ahead = self.service_order(name).index(attempt)
+        assert reply[:3] == ["admitted", ahead, str(ticket["order"])]
+        if repeat:
+            assert self.call("readmit", former, attempt, json.dumps(ticket), LEASE_MS)[:4] == reply[:4]
 
     @rule(data=st.data())
     @precondition(lambda self: self.waiting or self.granted)

@@ -9,15 +9,9 @@ local lease_ms, max_waiting, max_tokens = tonumber(ARGV[3]), tonumber(ARGV[4]), 
 local class, settle_ms = ticket.class, tonumber(ARGV[6])
 local _, age_ms = epoch()
 
-local function admitted(known)
-  local ahead = redis.call('HEXISTS', GRANTS, attempt) == 1 and 0 or num_ahead(known, attempt)
-  local wait_ms = predicted_wait(class, ahead)
-  return {'admitted', ahead, int(known.order), int(known.since), wait_ms, ahead == 0 and snapshot() or {}}
-end
-
 local known = redis.call('HGET', TICKETS, attempt)
 if known then
-  return admitted(cjson.decode(known))
+  return admitted(cjson.decode(known), attempt)
 end
 if redis.call('HEXISTS', REQUESTS, ticket.request_id) == 1 then
   return {'exists'}
@@ -65,4 +59,4 @@ redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
 redis.call('HSET', REQUESTS, ticket.request_id, attempt)
 redis.call('ZADD', LEASES, int(now + lease_ms), attempt)
 enqueue(ticket, attempt)
-return admitted(ticket)
+return admitted(ticket, attempt)

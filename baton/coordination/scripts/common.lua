@@ -339,6 +339,13 @@ local function snapshot_if_waiting()
   return snapshot()
 end
 
+-- What the owner of a ticket that is in the queue, or was granted since, is told of its admission.
+local function admitted(ticket, attempt)
+  local ahead = redis.call('HEXISTS', GRANTS, attempt) == 1 and 0 or num_ahead(ticket, attempt)
+  local wait_ms = predicted_wait(ticket.class, ahead)
+  return {'admitted', ahead, int(ticket.order), int(ticket.since), wait_ms, ahead == 0 and snapshot() or {}}
+end
+
 -- What the owner of a ticket is told of its grant; nil when a worker is gone or was replaced since.
 local function grant_message(attempt, ticket, grant)
   local prefill = redis.call('HGET', WORKERS, grant.prefill.id)

@@ -10,7 +10,7 @@ import pytest
 from baton.coordination.limits import ClassLimits
 from baton.core.errors import AlreadyExistsError, ResourceExhaustedError, UnavailableError
 from baton.core.workers import Grant, Route, WorkerState
-from tests.fixtures.coordination import CLASSES, KEYS, Stage, record, ticket
+from tests.fixtures.coordination import CLASSES, KEYS, Stage, record, route, ticket
 
 
 async def nothing_is_granted(*places) -> None:
@@ -479,3 +479,68 @@ async def test_what_has_waited_too_long_is_not_granted(stage: Stage):
             assert expired.is_waiting
             assert not await stage.connection.commands.hexists(KEYS.all[5], "a-2")
             assert await queue.check_integrity() == []
+
+
+async def test_another_attempt_goes_before_all_who_came_later(stage: Stage):
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with stage.gateway() as queue, AsyncExitStack() as places:
+        first = await places.enter_async_context(queue.admit(ticket("1")))
+        await first.granted()
+        later = await places.enter_async_context(queue.admit(ticket("2")))
+        again = queue.readmit(first, ticket("1", attempt_id="a-1b", prompt_tokens=170))
+        await places.enter_async_context(again)
+        assert (await again.granted()).attempt_id == "a-1b"
+        assert again.position == 0
+        await nothing_is_granted(later)
+        assert [(v.granted_blocks, v.granted_seqs) for v in await queue.workers()] == [(11, 1), (11, 1)]
+        assert await queue.check_integrity() == []
+        # The former place holds nothing any more: leaving it takes nothing away.
+        await first.__aexit__(None, None, None)
+        assert queue.num_live == 2
+        with pytest.raises(AlreadyExistsError):
+            await queue.admit(ticket("1", attempt_id="a-1c")).__aenter__()
+        await again.__aexit__(None, None, None)
+        await later.granted()
+
+
+async def test_another_attempt_is_not_refused_by_a_full_queue_and_counts_in_it(stage: Stage):
+    limits = {"chat": ClassLimits(max_waiting=1, max_waiting_tokens=5000)}
+    await stage.workers("p1", "d1", max_num_seqs=1)
+    async with stage.gateway(classes=limits) as queue, AsyncExitStack() as places:
+        first = await places.enter_async_context(queue.admit(ticket("1")))
+        await first.granted()
+        await stage.workers("p1", "d1", max_num_seqs=1, state=WorkerState.DRAINING)
+        await places.enter_async_context(queue.admit(ticket("2")))
+        again = await places.enter_async_context(queue.readmit(first, ticket("1", attempt_id="a-1b")))
+        assert again.position == 0
+        with pytest.raises(ResourceExhaustedError, match="2 requests wait"):
+            await queue.admit(ticket("3")).__aenter__()
+
+
+async def test_a_new_attempt_that_is_cancelled_while_it_is_admitted_leaves_nothing(stage: Stage):
+    await stage.workers("p1", "d1")
+    async with stage.gateway() as queue:
+        async with queue.admit(ticket("1")) as first:
+            await first.granted()
+            entering = asyncio.create_task(queue.readmit(first, ticket("1", attempt_id="a-1b")).__aenter__())
+            await asyncio.sleep(0)
+            entering.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await entering
+        await stage.assert_idle(queue)
+        assert queue.num_live == 0
+
+
+async def test_what_a_ticket_avoids_reaches_every_gateways_routing(stage: Stage):
+    seen: list[frozenset[str]] = []
+
+    def choose(wanted, views):
+        seen.append(wanted.avoids)
+        return route(wanted, [view for view in views if view.record.incarnation not in wanted.avoids])
+
+    await stage.workers("p1", "d1", "d2")
+    await stage.workers("d1", incarnation="i2")
+    async with stage.gateway(route=choose) as queue:
+        async with queue.admit(ticket("1", avoids=frozenset({"i2"}))) as place:
+            assert (await place.granted()).decode.worker_id == "d2"
+        assert set(seen) == {frozenset({"i2"})}
