@@ -128,6 +128,7 @@ class DecodeCore:
                     position=new.position,
                     token_id=new.token_id,
                     logprobs=output.logprobs.get(new.attempt_id) if output.logprobs else None,
+                    finish_reason=new.finish_reason,
                 )
             )
             if new.error is not None:
@@ -191,12 +192,13 @@ class DecodeCore:
         self._scheduler.add(
             DecodeSequence(
                 attempt_id=command.attempt_id,
-                num_prompt_tokens=command.kv.num_tokens,
+                num_prompt_tokens=command.kv.num_tokens - len(command.output_ids),
                 last_token_id=command.first_token_id,
                 sampling=command.sampling,
                 stop=command.stop,
                 rules=rules,
                 top_logprobs=command.top_logprobs,
+                num_generated=len(command.output_ids) + 1,
             )
         )
 
@@ -210,7 +212,7 @@ class DecodeCore:
             command.sampling,
             command.stop,
             prompt_ids=command.prompt_ids,
-            output_ids=[command.first_token_id],
+            output_ids=[*command.output_ids, command.first_token_id],
             matcher=matcher,
         )
 

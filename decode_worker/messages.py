@@ -33,7 +33,8 @@ class ForgetPeer:
 class Accept:
     """A sequence to be taken over; it fits the model and the pool, and its peer has been opened.
 
-    `prompt_ids` is empty unless `sampling.penalizes_prompt`; `top_logprobs` is as in `SequenceSlice`.
+    `prompt_ids` is empty unless `sampling.penalizes_prompt`; `top_logprobs` is as in `SequenceSlice`. `output_ids` are
+    the output of earlier attempts, before the first token; `kv` has it.
     """
 
     attempt_id: str
@@ -42,6 +43,7 @@ class Accept:
     sampling: SamplingParams
     stop: StopRule
     prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None
     structure: Structure | None = None
 
@@ -81,13 +83,14 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """The next token of a sequence, at `position`, the prompt included."""
+    """The next token of a sequence, at `position`, the prompt included; `finish_reason` is set when it is the last."""
 
     is_last: ClassVar[bool] = False
     attempt_id: str
     position: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,10 +118,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         attempt_id = requests.read_attempt_id(request.attempt_id)
         requests.require_fingerprint(request.fingerprint, facts.fingerprint, worker_id=self._description.worker_id)
         requests.require_in_vocabulary("first_token_id", [request.first_token_id], vocab_size=facts.vocab_size)
-        stop = requests.read_stop(request, at_least=2, vocab_size=facts.vocab_size)
+        num_output = len(request.output_token_ids)
+        if num_output >= kv.num_tokens:
+            raise InvalidArgumentError("output_token_ids", f"must be fewer than the {kv.num_tokens} of kv.num_tokens")
+        if num_output:
+            requests.require_in_vocabulary("output_token_ids", request.output_token_ids, vocab_size=facts.vocab_size)
+        stop = requests.read_stop(request, at_least=num_output + 2, vocab_size=facts.vocab_size)
         sampling = read_sampling(request.sampling, default_seed=0, vocab_size=facts.vocab_size)
-        requests.require_in_context(kv.num_tokens, stop.max_tokens, max_context_tokens=facts.max_context_tokens)
-        requests.require_in_pool("max_tokens", kv.num_tokens + stop.max_tokens, capacity_tokens=facts.capacity_tokens)
+        num_prompt = kv.num_tokens - num_output
+        requests.require_in_context(num_prompt, stop.max_tokens, max_context_tokens=facts.max_context_tokens)
+        requests.require_in_pool("max_tokens", num_prompt + stop.max_tokens, capacity_tokens=facts.capacity_tokens)
         return Accept(
             attempt_id=attempt_id,
             kv=kv,
@@ -129,6 +135,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             sampling=sampling,
             stop=stop,
             prompt_ids=_read_prompt(request, sampling, vocab_size=facts.vocab_size),
+            output_ids=tuple(request.output_token_ids),
             structure=requests.read_structure(request, facts),
             top_logprobs=read_top("top_logprobs", request.top_logprobs if request.HasField("top_logprobs") else None),
         )
@@ -152,6 +159,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         first_position=item.first_position,
                         ids=item.token_ids,
                         logprobs=[logprobs_message(each) for each in item.logprobs],
+                        finish_reason=_REASONS[item.finish_reason]
+                        if item.finish_reason
+                        else common_pb2.FINISH_REASON_UNSPECIFIED,
                     )
                 )
             case HandedOver():
@@ -186,7 +196,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 def _read_prompt(request: decode_pb2.DecodeRequest, sampling: SamplingParams, *, vocab_size: int) -> tuple[int, ...]:
     """The prompt where a penalty looks at it; empty where none does."""
-    num_expected = request.kv.num_tokens if sampling.penalizes_prompt else 0
+    num_prompt = request.kv.num_tokens - len(request.output_token_ids)
+    num_expected = num_prompt if sampling.penalizes_prompt else 0
     if len(request.prompt_token_ids) != num_expected:
         raise InvalidArgumentError(
             "prompt_token_ids", f"must have {num_expected} ids, has {len(request.prompt_token_ids)}"

@@ -11,7 +11,7 @@ from decode_worker.messages import Token
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from baton.core.generation import TokenLogprobs
+    from baton.core.generation import FinishReason, TokenLogprobs
     from baton.worker.engine_client import Attempt
     from decode_worker.messages import DecodeEvent
 
@@ -21,22 +21,24 @@ _SHORTEST_GAP_S = 0.005
 _MAX_RUN_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenRun:
     """Tokens that follow each other; the first stands at `first_position`.
 
-    `logprobs` has one entry for each, or none.
+    `logprobs` has one entry for each, or none. `finish_reason` is set when the last of them ends the generation.
     """
 
     first_position: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
 
     def append(self, token: Token) -> None:
         """Adds the next token."""
         self.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
+        self.finish_reason = token.finish_reason
 
 
 async def in_runs(attempt: Attempt[DecodeEvent]) -> AsyncIterator[TokenRun | DecodeEvent]:

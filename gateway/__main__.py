@@ -20,6 +20,7 @@ from baton.telemetry.logging import setup_logging
 from baton.telemetry.metrics import start_metrics
 from baton.telemetry.tracing import setup_tracing
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
+from gateway.attempts import Deployment
 from gateway.fleet import Fleet
 from gateway.routing import Router
 from gateway.served_model import load_served_model
@@ -76,9 +77,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         services = SessionServices(
             model=model,
             tokenizer=pool,
-            queue=queue,
-            router=router,
-            workers=WorkerCalls(channels),
+            deployment=Deployment(
+                queue=queue,
+                router=router,
+                workers=WorkerCalls(channels),
+                max_retries=settings.limits.max_retries,
+            ),
             tracer=tracing.tracer,
             classes=classes,
         )

@@ -21,7 +21,8 @@ class Progress:
     """One request's readings of this process's clock, taken when it passes each point of its way.
 
     A point that a request never passed lies at the one before it, so the time in between is 0. Calls come in the
-    order of the methods; `outcome` is around them all.
+    order of the methods; `outcome` is around them all. After `lost_worker` they go on from `granted` without
+    `first_token`, once it was called; each point lies where it was passed first.
     """
 
     def __init__(self, clock: Clock, instruments: GatewayInstruments) -> None:
@@ -29,6 +30,7 @@ class Progress:
         self._instruments = instruments
         self._queue_class = ""
         self._is_waiting = self._is_running = False
+        self._was_granted = self._was_handed_over = False
         self._reason: FinishReason | None = None
         self._num_tokens = 0
         self._arrived = clock.monotonic_s()
@@ -65,10 +67,13 @@ class Progress:
 
     def granted(self) -> None:
         """The request has a pair of workers."""
-        self._granted = self._clock.monotonic_s()
         self._stop_waiting()
         self._is_running = True
         self._instruments.num_requests_running.inc()
+        if self._was_granted:
+            return
+        self._was_granted = True
+        self._granted = self._clock.monotonic_s()
         self._instruments.request_queue_time.labels(self._queue_class).observe(self._granted - self._admitted)
 
     def first_token(self) -> None:
@@ -81,6 +86,9 @@ class Progress:
 
     def handed_over(self) -> None:
         """The decode worker has the KV cache."""
+        if self._was_handed_over:
+            return
+        self._was_handed_over = True
         self._has_cache = self._clock.monotonic_s()
         self._instruments.handover_time.observe(self._has_cache - self._first_token)
 
@@ -94,6 +102,13 @@ class Progress:
         self._last_token = now_s
         self._num_tokens += num_tokens
         self._instruments.generation_tokens.inc(num_tokens)
+
+    def lost_worker(self, role: str) -> None:
+        """A worker failed the request, which waits for others."""
+        self._instruments.retries.labels(role).inc()
+        self._stop_running()
+        self._is_waiting = True
+        self._instruments.num_requests_waiting.labels(self._queue_class).inc()
 
     def finished(self, reason: FinishReason | None) -> Timings:
         """The generation is complete: its timings."""
@@ -120,11 +135,14 @@ class Progress:
             self._is_waiting = False
             self._instruments.num_requests_waiting.labels(self._queue_class).dec()
 
-    def _ended(self, outcome: str) -> None:
-        self._stop_waiting()
+    def _stop_running(self) -> None:
         if self._is_running:
             self._is_running = False
             self._instruments.num_requests_running.dec()
+
+    def _ended(self, outcome: str) -> None:
+        self._stop_waiting()
+        self._stop_running()
         if self._queue_class:
             self._instruments.e2e_request_latency.labels(self._queue_class).observe(self.age_s())
         self._instruments.requests.labels(outcome).inc()

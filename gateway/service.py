@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from baton.core.clock import Clock
     from baton.telemetry.instruments import GatewayInstruments
+    from gateway.attempts import Emit
     from gateway.events import Event
-    from gateway.session import Emit, SessionServices
+    from gateway.session import SessionServices
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -124,7 +125,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetStatus(self, request: gateway_pb2.GetStatusRequest, context: Context) -> gateway_pb2.GetStatusResponse:
         """Queues and workers now; UNAVAILABLE while Redis is away."""
         self._services.model.require_name(request.model)
-        queue = self._services.queue
+        queue = self._services.deployment.queue
         return gateway_pb2.GetStatusResponse(
             model=self._services.model.name,
             queues=[
@@ -150,6 +151,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             await Session(self._services, generation, progress, caller).run(emit)
 
     def _model(self) -> gateway_pb2.Model:
-        router, views = self._services.router, self._services.queue.views
+        deployment = self._services.deployment
+        router, views = deployment.router, deployment.queue.views
         dtype = next((view.record.fingerprint.dtype for view in views if router.fits(view.record)), "")
         return model_message(self._services.model, dtype)

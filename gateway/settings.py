@@ -129,6 +129,12 @@ class LimitSettings(Section):
     default_max_tokens: int = Field(
         default=512, ge=1, description="Tokens that are generated when a request says nothing, tokens"
     )
+    max_retries: int = Field(
+        default=2,
+        ge=0,
+        le=10,
+        description="Most times that a request is computed again because a worker was lost; then it fails",
+    )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that tokenize")
     max_pending_texts: int = Field(
         default=128, ge=1, le=10_000, description="Most texts in and before the tokenizer's threads"

@@ -47,7 +47,10 @@ LOOKAHEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt at a request, all defaults filled in."""
+    """One attempt at a request, all defaults filled in.
+
+    The last `num_output_tokens` of `token_ids` are output that earlier attempts have produced; `stop` counts them.
+    """
 
     attempt_id: str
     fingerprint: ModelFingerprint
@@ -56,6 +59,12 @@ class Attempt:
     stop: StopRule
     logprobs: LogprobOptions
     structure: Structure | None
+    num_output_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the client sent."""
+        return len(self.token_ids) - self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +123,14 @@ class WorkerCalls:
             min_tokens=attempt.stop.min_tokens,
             logprobs=logprob_options_message(attempt.logprobs),
             structure=structure_message(attempt.structure),
+            num_output_tokens=attempt.num_output_tokens,
         )
         return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 
     def decode(self, worker: WorkerRecord, attempt: Attempt, first: FirstToken, timeout_s: float) -> DecodeCall:
         """A call that takes the KV cache of `first` over and generates."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
+        num_prompt_tokens = attempt.num_prompt_tokens
         request = decode_pb2.DecodeRequest(
             attempt_id=attempt.attempt_id,
             fingerprint=fingerprint_message(attempt.fingerprint),
@@ -129,7 +140,8 @@ class WorkerCalls:
             max_tokens=attempt.stop.max_tokens,
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
             min_tokens=attempt.stop.min_tokens,
-            prompt_token_ids=attempt.token_ids if attempt.sampling.penalizes_prompt else (),
+            prompt_token_ids=attempt.token_ids[:num_prompt_tokens] if attempt.sampling.penalizes_prompt else (),
+            output_token_ids=attempt.token_ids[num_prompt_tokens:],
             top_logprobs=attempt.logprobs.output_top,
             structure=structure_message(attempt.structure),
         )
@@ -269,7 +281,8 @@ class DecodeCall(_WorkerCall):
         super().__init__(stream, attempt)
         # The first token has the position after the prompt; the decode worker begins with the one after that.
         self._next_position = len(attempt.token_ids) + 1
-        self._end_position = len(attempt.token_ids) + attempt.stop.max_tokens
+        self._end_position = attempt.num_prompt_tokens + attempt.stop.max_tokens
+        self._end: DecodeEnd | None = None
 
     async def handover(self) -> Handover:
         """Waits until the worker has the KV cache."""
@@ -280,12 +293,18 @@ class DecodeCall(_WorkerCall):
 
     async def next(self) -> DecodeEvent:
         """Waits for the next event after the handover. Nothing may be asked for after a `DecodeEnd`."""
-        kind, event = await self._event()
-        if kind == "tokens":
-            return self._tokens(event)
-        if kind == "finished":
-            await self._stream.end()
-            return DecodeEnd(read_finish_reason(event.reason))
+        try:
+            kind, event = await self._event()
+            if kind == "tokens":
+                return self._tokens(event)
+            if kind == "finished":
+                self._end = DecodeEnd(read_finish_reason(event.reason))
+                await self._stream.end()
+                return self._end
+        except UnavailableError:
+            if self._end is not None:  # nothing was missing but the news that its blocks are free
+                return self._end
+            raise
         raise self._stream.fault("took the KV cache over twice")
 
     async def _event(self) -> tuple[str, Any]:
@@ -303,6 +322,8 @@ class DecodeCall(_WorkerCall):
         self._next_position += len(tokens.ids)
         if self._next_position > self._end_position:
             raise self._stream.fault(f"generated more than {self._attempt.stop.max_tokens} tokens")
+        if (reason := read_finish_reason(tokens.finish_reason)) is not None:
+            self._end = DecodeEnd(reason)
         return NewTokens(tuple(tokens.ids), self._logprobs(len(tokens.ids), tokens.logprobs))
 
 

@@ -100,7 +100,7 @@ class PrefillCore:
             assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"
             submit = self._attempts[prefill.attempt_id]
             try:
-                reason = take_token(prefill.rules, submit.stop, token_id, 1)
+                reason = take_token(prefill.rules, submit.stop, token_id, submit.num_output_tokens + 1)
             except ServingError as error:
                 self._end(Failed(attempt_id=prefill.attempt_id, error=error))
                 continue
@@ -179,7 +179,13 @@ class PrefillCore:
             if command.structure is not None:
                 assert self._structures is not None, "the service takes no structures"
                 matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
-            rules = TokenRules.start(command.sampling, command.stop, prompt_ids=command.token_ids, matcher=matcher)
+            rules = TokenRules.start(
+                command.sampling,
+                command.stop,
+                prompt_ids=command.token_ids[: command.num_prompt_tokens],
+                output_ids=command.token_ids[command.num_prompt_tokens :],
+                matcher=matcher,
+            )
         except ServingError as error:
             self._events.append(Failed(attempt_id=command.attempt_id, error=error))
             return

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A prompt to be computed; it fits the model and the pool. `lease_id` names the lease it may end in."""
+    """A prompt to be computed; it fits the model and the pool. `lease_id` names the lease it may end in.
+
+    The last `num_output_tokens` of `token_ids` are output of earlier attempts.
+    """
 
     attempt_id: str
     lease_id: str
@@ -30,6 +33,12 @@ class Submit:
     stop: StopRule
     logprobs: LogprobOptions = NO_LOGPROBS
     structure: Structure | None = None
+    num_output_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the client sent."""
+        return len(self.token_ids) - self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,8 +96,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             )
         requests.require_in_pool("token_ids", len(token_ids), capacity_tokens=facts.capacity_tokens)
         requests.require_in_vocabulary("token_ids", token_ids, vocab_size=facts.vocab_size)
-        stop = requests.read_stop(request, at_least=1, vocab_size=facts.vocab_size)
-        requests.require_in_context(len(token_ids), stop.max_tokens, max_context_tokens=facts.max_context_tokens)
+        if request.num_output_tokens >= len(token_ids):
+            raise InvalidArgumentError("num_output_tokens", f"must be below the {len(token_ids)} of token_ids")
+        stop = requests.read_stop(request, at_least=request.num_output_tokens + 1, vocab_size=facts.vocab_size)
+        num_prompt_tokens = len(token_ids) - request.num_output_tokens
+        requests.require_in_context(num_prompt_tokens, stop.max_tokens, max_context_tokens=facts.max_context_tokens)
         return Submit(
             attempt_id=attempt_id,
             lease_id=new_attempt_id(),
@@ -106,6 +109,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             stop=stop,
             logprobs=read_logprob_options(request.logprobs),
             structure=requests.read_structure(request, facts),
+            num_output_tokens=request.num_output_tokens,
         )
 
     def _require_room(self) -> None:

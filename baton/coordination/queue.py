@@ -206,7 +206,7 @@ class AdmissionQueue:
             self._tasks.start(self._upkeep.release(ticket.attempt_id))
         return 0.0
 
-    def _admission(self, place: Place) -> tuple[str | int, ...]:
+    def _admission(self, place: Place) -> tuple[str, *tuple[str | int, ...]]:
         """The script that admits the place, with its arguments."""
         ticket, limits = place.ticket, self._config.classes[place.ticket.queue_class]
         fields = encode_ticket(ticket, self._config.gateway_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.core.errors import OutOfRangeError
 from baton.core.generation import FinishReason
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ class TokenRules:
         output_ids: Iterable[int] = (),
         matcher: StructureMatcher | None = None,
     ) -> TokenRules | None:
-        """The rules after these tokens; None where the parameters ask for none. Raises as `append` does.
+        """The rules after these tokens; None where the parameters ask for none.
 
+        Raises as `append` does, and OutOfRangeError where the structure lets nothing follow.
         `prompt_ids` may be empty unless `sampling.penalizes_prompt`. `matcher` is new, and the rules' own from now on.
         """
         has_penalty = sampling.penalizes_prompt or sampling.penalizes_output or bool(sampling.logit_bias)
@@ -51,6 +53,12 @@ class TokenRules:
             rules._seen.update(dict.fromkeys(prompt_ids))
         for token_id in output_ids:
             rules.append(token_id)
+            if rules.is_complete:
+                raise OutOfRangeError(
+                    "structure",
+                    f"nothing may follow the first {rules._num_output} tokens of the output",
+                    limit=rules._num_output,
+                )
         return rules
 
     def append(self, token_id: int) -> None:

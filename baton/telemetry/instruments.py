@@ -81,6 +81,12 @@ class GatewayInstruments:
         )
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of admitted requests", registry=registry)
         self.generation_tokens = Counter("baton_generation_tokens", "Tokens that were generated", registry=registry)
+        self.retries = Counter(
+            "baton_retries",
+            "Attempts that followed one whose worker was lost, by that worker's role",
+            ("role",),
+            registry=registry,
+        )
         self.requests = Counter(
             "baton_requests",
             "Requests that ended: `stop`, `length`, or the error's reason in lower case",

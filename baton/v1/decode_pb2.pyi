@@ -37,14 +37,15 @@ class DecodeRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     first_token_id: _builtins.int
     """The first token, chosen by the prefill worker; its position is `kv.num_tokens`."""
     max_tokens: _builtins.int
-    """Most tokens the whole request may generate, the first one included; at least 2."""
+    """Most tokens the whole request may generate, `output_token_ids` and the first one included; at least one more."""
     min_tokens: _builtins.int
-    """Fewest tokens of the whole request, the first one included: before as many, no id of `stop_token_ids` is chosen.
+    """Fewest tokens of the whole request, counted as in `max_tokens`: before as many, no id of `stop_token_ids` is chosen.
     At most `max_tokens`.
     """
     top_logprobs: _builtins.int
@@ -67,11 +68,17 @@ class DecodeRequest(_message.Message):
 
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt, `kv.num_tokens` ids, where `sampling.repetition_penalty` looks at it; empty where it is 1."""
+        """The prompt, all ids of `kv.num_tokens` but `output_token_ids`, where `sampling.repetition_penalty` looks at it;
+        empty where it is 1.
+        """
 
     @_builtins.property
     def structure(self) -> _common_pb2.Structure:
         """The form that the output, the first token included, must have; `min_tokens` is 0 then."""
+
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output of earlier attempts at the request that were cut off; it stands before the first token, and `kv` has it."""
 
     def __init__(
         self,
@@ -87,10 +94,11 @@ class DecodeRequest(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _builtins.int | None = ...,
         structure: _common_pb2.Structure | None = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -179,8 +187,11 @@ class DecodedTokens(_message.Message):
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     """Position of the first of them in the sequence, the prompt included: a gap or a repetition is an error."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Set when the last of them ends the generation: who has them needs nothing more of this worker."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids."""
@@ -195,10 +206,11 @@ class DecodedTokens(_message.Message):
         first_position: _builtins.int = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_position", b"first_position", "ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,19 +35,24 @@ class PrefillRequest(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     max_tokens: _builtins.int
     """Most tokens the whole request may generate, at least 1. With 1 no KV cache is kept."""
     min_tokens: _builtins.int
     """Fewest tokens of the whole request: before as many, no id of `stop_token_ids` is chosen. At most `max_tokens`."""
+    num_output_tokens: _builtins.int
+    """The last so many of `token_ids` are output, produced by earlier attempts at the request that were cut off. The
+    first token of this attempt is the one that follows them. Less than `max_tokens`, and less than `token_ids`.
+    """
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """Model and tokenizer the ids were made for; `dtype` is not compared. FAILED_PRECONDITION when they differ."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt, 1 to the model's context less one."""
+        """The prompt, and after it the output of earlier attempts, see `num_output_tokens`. 1 to the model's context less one."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
@@ -77,10 +82,11 @@ class PrefillRequest(_message.Message):
         min_tokens: _builtins.int = ...,
         logprobs: _common_pb2.LogprobOptions | None = ...,
         structure: _common_pb2.Structure | None = ...,
+        num_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "logprobs", b"logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_output_tokens", b"num_output_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,7 +200,7 @@ class FirstToken(_message.Message):
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
-    """Its id. Its position is the number of prompt tokens."""
+    """Its id. Its position is the number of `token_ids`."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set when the first token was the last: no KV cache is kept."""
     cached_tokens: _builtins.int

@@ -32,6 +32,7 @@ from baton.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from gateway.attempts import Deployment as Workers
 from gateway.classes import QueueClass, QueueClasses
 from gateway.fleet import Fleet
 from gateway.routing import Router
@@ -89,8 +90,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def usual(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted())
-        if request.max_tokens == 1 or self.script.answer[0] in request.stop_token_ids:
-            stopped = self.script.answer[0] in request.stop_token_ids
+        token_id = self.script.answer[request.num_output_tokens]
+        if request.max_tokens == request.num_output_tokens + 1 or token_id in request.stop_token_ids:
+            stopped = token_id in request.stop_token_ids
             reason = common_pb2.FINISH_REASON_STOP if stopped else common_pb2.FINISH_REASON_LENGTH
             yield self.first_token(request, finish_reason=reason)
             yield prefill_pb2.PrefillResponse(released=prefill_pb2.PrefillReleased())
@@ -102,7 +104,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
     def first_token(self, request: prefill_pb2.PrefillRequest, **fields: Any) -> prefill_pb2.PrefillResponse:
-        first = prefill_pb2.FirstToken(token_id=self.script.answer[0], cached_tokens=2, **fields)
+        token_id = self.script.answer[request.num_output_tokens]
+        first = prefill_pb2.FirstToken(token_id=token_id, cached_tokens=2 + request.num_output_tokens, **fields)
         return prefill_pb2.PrefillResponse(first_token=first)
 
     def descriptor(self, request: prefill_pb2.PrefillRequest) -> kv_transfer_pb2.KvDescriptor:
@@ -138,7 +141,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         yield handover()
         self.release(request)
         position = request.kv.num_tokens + 1
-        for token_id in self.script.answer[1 : request.max_tokens]:
+        for token_id in self.script.answer[len(request.output_token_ids) + 1 : request.max_tokens]:
             yield tokens(position, token_id)
             position += 1
         yield finished(self.script.reason)
@@ -206,7 +209,7 @@ class Deployment:
         fingerprint = self.model.fingerprint
         fields: dict[str, Any] = {
             "worker_id": "p1" if role is WorkerRole.PREFILL else "d1",
-            "incarnation": "life1",
+            "incarnation": "p-life1" if role is WorkerRole.PREFILL else "d-life1",
             "role": role,
             "state": WorkerState.READY,
             "address": address,
@@ -262,6 +265,7 @@ class Options:
     request_timeout_s: float = 20.0
     class_timeout_s: Mapping[str, float] = field(default_factory=dict)
     max_pending_texts: int = 16
+    max_retries: int = 0
     tracer: Tracer = field(default_factory=lambda: NoOpTracerProvider().get_tracer("test"))
 
 
@@ -318,9 +322,12 @@ def gateway_server(parts: Deployment, channels: ChannelPool, options: Options) -
     services = SessionServices(
         model=parts.model,
         tokenizer=parts.pool,
-        queue=parts.queue,
-        router=parts.router,
-        workers=WorkerCalls(channels),
+        deployment=Workers(
+            queue=parts.queue,
+            router=parts.router,
+            workers=WorkerCalls(channels),
+            max_retries=options.max_retries,
+        ),
         tracer=options.tracer,
         classes=QueueClasses(
             QueueClass(

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from baton.core.clock import ManualClock
-from baton.core.errors import CancelledError, InternalError, InvalidArgumentError, ResourceExhaustedError, ServingError
+from baton.core.errors import (
+    CancelledError,
+    InternalError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    ResourceExhaustedError,
+    ServingError,
+)
 from baton.core.generation import FinishReason, SamplingParams, StopRule, Structure, StructureKind
 from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool
@@ -151,7 +158,8 @@ def test_a_sequence_runs_from_its_handover_to_its_last_token(bench):
     expected, token = [], 9
     for position in (7, 8, 9):
         token = scripted_token(token, position, 0, 256)
-        expected.append(Token(attempt_id="a", position=position, token_id=token))
+        reason = FinishReason.LENGTH if position == 9 else None
+        expected.append(Token(attempt_id="a", position=position, token_id=token, finish_reason=reason))
     assert events[0] == HandedOver(attempt_id="a", transport="shm", num_bytes=64, wait_s=0.0, copy_s=0.25)
     assert events[1:-1] == expected
     assert events[-1] == Finished(attempt_id="a", reason=FinishReason.LENGTH, num_steps=3, generate_s=0.0)
@@ -319,3 +327,28 @@ def test_rules_and_log_probabilities_follow_a_sequence(bench):
     assert list(rules.seen_ids) == [1, 2, 9, events[1].token_id]
     assert events[1].logprobs.top[0][0] == events[1].token_id
     bench.run_dry()
+
+
+def test_a_sequence_goes_on_from_the_output_of_an_earlier_attempt(bench):
+    whole = bench.join(accept("a", num_tokens=6, max_tokens=8)) + bench.run_dry()
+    tokens = [event.token_id for event in whole if isinstance(event, Token)]
+    # The cache has the prompt's 6 positions, the first token and two more; the next one is the new attempt's first.
+    resumed = replace(
+        accept("b", num_tokens=9, max_tokens=8), output_ids=(9, *tokens[:2]), first_token_id=tokens[2], prompt_ids=()
+    )
+    rest = bench.join(resumed) + bench.run_dry()
+    assert [(event.position, event.token_id) for event in rest if isinstance(event, Token)] == [
+        (10 + index, token_id) for index, token_id in enumerate(tokens[3:])
+    ]
+    assert rest[-1].reason is FinishReason.LENGTH
+    bench.core.check_integrity()
+
+
+def test_an_earlier_output_counts_for_the_structure(bench):
+    resumed = replace(accept("a", num_tokens=9, max_tokens=8), output_ids=(1, 2), structure=regex("4"))
+    events = bench.join(resumed) + bench.run_dry()
+    assert len([event for event in events if isinstance(event, Token)]) == 1
+    assert events[-1].reason is FinishReason.STOP
+    [failed] = bench.turn(replace(resumed, attempt_id="b", structure=regex("3")))
+    assert isinstance(failed.error, OutOfRangeError)
+    bench.core.check_integrity()

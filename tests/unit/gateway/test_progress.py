@@ -109,3 +109,39 @@ def test_each_end_is_counted_and_leaves_the_gauges_at_zero(
     assert registry.get_sample_value("baton_requests_total", {"outcome": outcome}) == 1
     assert registry.get_sample_value("baton_num_requests_waiting", {"queue_class": "long"}) == 0
     assert registry.get_sample_value("baton_num_requests_running") == 0
+
+
+def test_a_lost_worker_moves_no_point_that_was_passed(
+    clock: ManualClock, progress: Progress, registry: CollectorRegistry
+) -> None:
+    with progress.outcome():
+        progress.admitted("chat", 7)
+        clock.advance(1)
+        progress.granted()
+        clock.advance(2)
+        progress.first_token()
+        clock.advance(4)
+        progress.lost_worker("decode")
+        assert registry.get_sample_value("baton_num_requests_waiting", {"queue_class": "chat"}) == 1
+        assert registry.get_sample_value("baton_num_requests_running") == 0
+        assert registry.get_sample_value("baton_retries_total", {"role": "decode"}) == 1
+        clock.advance(8)
+        progress.granted()
+        assert registry.get_sample_value("baton_num_requests_waiting", {"queue_class": "chat"}) == 0
+        assert registry.get_sample_value("baton_num_requests_running") == 1
+        clock.advance(16)
+        progress.tokens(1)
+        progress.handed_over()
+        clock.advance(32)
+        progress.tokens(1)
+        progress.lost_worker("decode")
+        progress.granted()
+        clock.advance(64)
+        progress.handed_over()
+        progress.tokens(1)
+        timings = progress.finished(FinishReason.LENGTH)
+    assert (timings.queue_s, timings.prefill_s, timings.time_to_first_token_s) == (1, 2, 3)
+    assert (timings.handover_s, timings.decode_s, timings.total_s) == (28, 96, 127)
+    assert registry.get_sample_value("baton_generation_tokens_total") == 4
+    assert registry.get_sample_value("baton_request_queue_time_seconds_count", {"queue_class": "chat"}) == 1
+    assert registry.get_sample_value("baton_num_requests_running") == 0

@@ -165,3 +165,9 @@ def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], 
     assert (chosen and (chosen.prefill_id, chosen.decode_id)) == (expected and expected[3:])
     assert ROUTER.has_pair(views) == bool(pairs)
     assert ROUTER.most_output_tokens(prompt_tokens, views) == max([0, *(room(p, d) for p, d in pairs)])
+
+
+def test_lives_that_the_ticket_avoids_get_nothing() -> None:
+    views = [view("p1", incarnation="i1"), view("p2", incarnation="i2", granted_seqs=1), view("d1", incarnation="i3")]
+    assert ROUTER.choose_route(replace(TICKET, avoids=frozenset({"i1"})), views).prefill_id == "p2"
+    assert ROUTER.choose_route(replace(TICKET, avoids=frozenset({"i3"})), views) is None

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from baton.core.clock import ManualClock
-from baton.core.errors import CancelledError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from baton.core.errors import (
+    CancelledError,
+    InternalError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    ResourceExhaustedError,
+)
 from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, Structure, StructureKind
 from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool
@@ -342,4 +348,24 @@ def test_the_prompt_is_scored_chunk_by_chunk(bench):
     ]
     (done,) = [event for event in events if isinstance(event, PromptDone)]
     assert done.logprobs.top[0][0] == done.token_id
+    bench.assert_clean()
+
+
+def test_a_prompt_with_output_of_an_earlier_attempt_counts_that_output(bench):
+    resumed = replace(submit("a", 9, max_tokens=4), num_output_tokens=3)
+    events = bench.run_dry(resumed)
+    done = next(event for event in events if isinstance(event, PromptDone))
+    assert (done.finish_reason, done.cache) == (FinishReason.LENGTH, None)
+    goes_on = next(event for event in bench.run_dry(replace(resumed, attempt_id="b", num_output_tokens=2)))
+    assert isinstance(goes_on, Started)
+    bench.turn(Cancel(attempt_id="b"))
+    bench.assert_clean()
+
+
+def test_an_earlier_output_counts_for_the_structure(bench):
+    resumed = replace(submit("a", 9), num_output_tokens=3, structure=regex("4"))
+    done = next(event for event in bench.run_dry(resumed) if isinstance(event, PromptDone))
+    assert done.finish_reason is FinishReason.STOP
+    [failed] = bench.run_dry(replace(resumed, attempt_id="b", structure=regex("3")))
+    assert isinstance(failed.error, OutOfRangeError)
     bench.assert_clean()
