@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from baton.core.errors import CancelledError, ServingError
 from baton.engine.token_rules import TokenRules
 from baton.worker.engine_loop import EngineStats
-from decode_worker.messages import (
-    Accept,
-    Cancel,
-    Failed,
-    Finished,
-    ForgetPeer,
-    HandedOver,
-    OpenPeer,
-    Park,
-    Resume,
-    Token,
-)
+from baton.worker.messages import Cancel, Failed
+from decode_worker.messages import Accept, Finished, ForgetPeer, HandedOver, OpenPeer, Park, Resume, Token
 from decode_worker.scheduler import DecodeScheduler, DecodeSequence
 
 if TYPE_CHECKING:

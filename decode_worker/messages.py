@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from baton.worker.messages import Cancel, Failed
+
 if TYPE_CHECKING:
-    from baton.core.errors import ServingError
     from baton.core.generation import FinishReason, SamplingParams, StopRule, Structure, TokenLogprobs
     from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
 
@@ -46,13 +47,6 @@ class Accept:
     output_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None
     structure: Structure | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """The attempt is not wanted any more. Harmless when it has ended; always answered by its last event."""
-
-    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +96,6 @@ class Finished:
     reason: FinishReason
     num_steps: int
     generate_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """Last event of any other sequence: its blocks are free, and nothing writes to them."""
-
-    is_last: ClassVar[bool] = True
-    attempt_id: str
-    error: ServingError
 
 
 DecodeCommand = OpenPeer | ForgetPeer | Accept | Cancel | Park | Resume

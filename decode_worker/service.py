@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ResourceExhaustedError, ServingError
+from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ServingError
 from baton.core.generation import FinishReason
 from baton.rpc.generation import logprobs_message, read_sampling, read_top
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker import requests
-from decode_worker.messages import Accept, Cancel, Failed, Finished, HandedOver
+from baton.worker.messages import Cancel, Failed
+from decode_worker.messages import Accept, Finished, HandedOver
 from decode_worker.pacing import Pacer
 from decode_worker.token_stream import TokenRun, in_runs
 from kv_transfer import wire
@@ -107,7 +108,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         try:
             self._life.require_ready()
             accept = self._read(request, kv)
-            self._require_room()
+            requests.require_room(self._engine.num_attempts, max_waiting=self._max_waiting)
         except ServingError:
             self._peers.release(kv, LeaseOutcome.ABANDONED)
             raise
@@ -139,15 +140,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             structure=requests.read_structure(request, facts),
             top_logprobs=read_top("top_logprobs", request.top_logprobs if request.HasField("top_logprobs") else None),
         )
-
-    def _require_room(self) -> None:
-        if self._engine.num_attempts >= self._max_waiting:
-            raise ResourceExhaustedError(
-                f"{self._max_waiting} requests are inside the worker already",
-                reason="WORKER_FULL",
-                retry_after_s=1.0,
-                metadata={"limit": str(self._max_waiting)},
-            )
 
     def _respond(self, item: TokenRun | DecodeEvent) -> decode_pb2.DecodeResponse:
         """The item's message; raises the error of a failed attempt."""

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from baton.core.errors import CancelledError, ServingError
 from baton.engine.token_rules import TokenRules, take_token
 from baton.worker.engine_loop import EngineStats
+from baton.worker.messages import Cancel, Failed
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.lease import LeaseOutcome
 from prefill_worker.messages import (
-    Cancel,
-    Failed,
     HeldCache,
     PromptDone,
     PromptScored,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from baton.core.generation import NO_LOGPROBS
+from baton.worker.messages import Cancel, Failed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.core.errors import ServingError
     from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, Structure, TokenLogprobs
     from kv_transfer.lease import LeaseOutcome
 
@@ -39,13 +39,6 @@ class Submit:
     def num_prompt_tokens(self) -> int:
         """Tokens that the client sent."""
         return len(self.token_ids) - self.num_output_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """The attempt is not wanted any more. Harmless when it has ended; always answered by its last event."""
-
-    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +106,6 @@ class Released:
     is_last: ClassVar[bool] = True
     attempt_id: str
     outcome: LeaseOutcome | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """Last event of an attempt that was not computed: its blocks are free."""
-
-    is_last: ClassVar[bool] = True
-    attempt_id: str
-    error: ServingError
 
 
 PrefillCommand = Submit | Cancel | RenewLease | ReleaseLease

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
+from baton.core.errors import InvalidArgumentError, OutOfRangeError
 from baton.core.generation import FinishReason
 from baton.core.ids import new_attempt_id
 from baton.rpc.generation import logprobs_message, read_logprob_options, read_sampling
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker import requests
+from baton.worker.messages import Cancel, Failed
 from kv_transfer import wire
 from kv_transfer.descriptor import KVDescriptor
-from prefill_worker.messages import Cancel, Failed, PromptDone, PromptScored, Released, Started, Submit
+from prefill_worker.messages import PromptDone, PromptScored, Released, Started, Submit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -59,7 +60,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """See the proto. The stream ends when the attempt's blocks are free."""
         self._life.require_ready()
         submit = self._read(request)
-        self._require_room()
+        requests.require_room(self._engine.num_attempts, max_waiting=self._settings.max_waiting)
         attempt = self._engine.start(submit.attempt_id, submit)
         try:
             while True:
@@ -111,15 +112,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             structure=requests.read_structure(request, facts),
             num_output_tokens=request.num_output_tokens,
         )
-
-    def _require_room(self) -> None:
-        if self._engine.num_attempts >= self._settings.max_waiting:
-            raise ResourceExhaustedError(
-                f"{self._settings.max_waiting} requests are inside the worker already",
-                reason="WORKER_FULL",
-                retry_after_s=1.0,
-                metadata={"limit": str(self._settings.max_waiting)},
-            )
 
     def _respond(self, event: PrefillEvent, submit: Submit) -> prefill_pb2.PrefillResponse:
         """The event's message; raises the error of a failed attempt."""

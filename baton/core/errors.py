@@ -128,3 +128,7 @@ class InternalError(ServingError):
 
 class StartupError(Exception):
     """A process cannot start. Its message is the one line that is shown; the exit code is not 0."""
+
+
+class EngineFaultError(Exception):
+    """An engine that served cannot go on and ends itself. Its message is one line, with no request's content."""

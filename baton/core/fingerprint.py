@@ -61,8 +61,8 @@ class StoredTensor:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model in `folder`, sorted.
 
-    Those that the index names, else `model.safetensors`, else every `*.safetensors`. StartupError when there is
-    none or one is missing.
+    Those that the index names, else `model.safetensors`, else every `*.safetensors`: what is fingerprinted, and
+    all that is loaded. StartupError when there is none or one is missing.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -75,10 +75,10 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise StartupError(f"{folder}: holds no safetensors file")
-    for file in files:
-        if not file.is_file():
-            raise StartupError(f"{file}: is missing, and {index.name} names it")
+        raise StartupError(f"{folder}: no *.safetensors file")
+    if missing := [file.name for file in files if not file.is_file()]:
+        others = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise StartupError(f"{folder}: files named by the index are missing: {missing[0]}{others}")
     return files
 
 

@@ -19,7 +19,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from baton.core.errors import StartupError
+from baton.core.errors import EngineFaultError, StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -202,7 +202,7 @@ def run_child(descriptor: int, parent_pid: int) -> None:
         for begin in channel.poll_commands(None):  # the parent sends no more before it has seen Ready
             begin.target(channel, begin.spec)
         exit_code = 0
-    except StartupError as error:
+    except (StartupError, EngineFaultError) as error:
         channel.fail(_one_line(str(error)))
     except BaseException as error:
         traceback.print_exc()

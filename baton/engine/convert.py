@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import io
 import json
@@ -22,44 +21,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from baton.core.errors import StartupError
+from baton.core.manifest import MANIFEST_NAME, Manifest, file_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-MANIFEST_NAME = "baton-manifest.json"
 
 # Words of the conversion itself, not of the model.
 _CONFIG_NOISE = ("_model_name_or_path", "_name_or_path")
 _GENERATION_NOISE = ("_from_model_config", "output_attentions", "output_hidden_states")
 _TOKENIZER_NOISE = ("is_local", "local_files_only", "name_or_path")
 _HEADROOM_BYTES = 64 * 1024 * 1024
-
-
-class Manifest(BaseModel):
-    """What a folder was made of and holds: SHA-256 of the source and, by name, of each file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    source_name: str
-    source_sha256: str
-    files: dict[str, str]
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
-        """The manifest in `folder`; None when there is none that can be read."""
-        try:
-            return cls.model_validate_json((folder / MANIFEST_NAME).read_bytes())
-        except (OSError, ValidationError):
-            return None
-
-    def verify(self, folder: Path) -> bool:
-        """Whether every file is there and as it was made. Reads them all; blocks for a second or so a GB."""
-        return all(
-            (folder / name).is_file() and _sha256(folder / name) == sha256 for name, sha256 in self.files.items()
-        )
 
 
 def convert(source: Path, out: Path, say: Callable[[str], None] = lambda line: None) -> Manifest:
@@ -82,7 +54,7 @@ def convert(source: Path, out: Path, say: Callable[[str], None] = lambda line: N
 
 def _convert_alone(source: Path, out: Path, say: Callable[[str], None]) -> Manifest:
     say(f"checking {source.name}")
-    source_sha256 = _sha256(source)
+    source_sha256 = file_sha256(source)
     manifest = Manifest.read(out)
     if manifest and manifest.source_sha256 == source_sha256 and manifest.verify(out):
         say(f"{out} is complete already")
@@ -194,7 +166,7 @@ def _finish(file: Path) -> str:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return _sha256(file)
+    return file_sha256(file)
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
@@ -233,11 +205,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def main(arguments: list[str]) -> int:

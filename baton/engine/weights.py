@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import StartupError
+from baton.core.fingerprint import weight_files
 from baton.engine.host_memory import allocate
 from baton.engine.sharding import WHOLE, whole
 
@@ -98,7 +98,7 @@ class DecoderWeights:
     def from_folder(
         cls, path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str, shard: Shard = WHOLE
     ) -> DecoderWeights:
-        """Loads `path`/*.safetensors, or of each matrix what `shard` has. `config` is the whole model's. Blocks.
+        """Loads the `weight_files` of `path`, or of each matrix what `shard` has. `config` is the whole model's. Blocks.
 
         Files are mapped, so at most one layer is held twice, and what is not loaded is not read.
 
@@ -163,7 +163,7 @@ class _Tensors:
         self._device = device
         self.is_emulated = _is_emulated(dtype, device)
         self._handles: dict[str, Any] = {}
-        for file in _weight_files(path):
+        for file in weight_files(path):
             handle = files.enter_context(safe_open(file, framework="pt"))
             self._handles.update(dict.fromkeys(handle.keys(), handle))
         self._unused = set(self._handles)
@@ -224,24 +224,6 @@ class _Tensors:
             raise StartupError(f"{self._path}: tensor {name} is {tensor.dtype}: quantized weights are not supported")
         self._unused.discard(name)
         return tensor[tuple(slice(cut.first, cut.first + cut.count) for cut in cuts)]
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files that make up the model: those of the index where there is one."""
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise StartupError(f"{index}: not a safetensors index") from error
-        missing = [name for name in names if not (path / name).exists()]
-        if missing:
-            raise StartupError(f"{path}: files named by the index are missing: {_shortened(missing)}")
-        return [path / name for name in names]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise StartupError(f"{path}: no *.safetensors file")
-    return files
 
 
 def _shortened(names: list[str]) -> str:

@@ -11,6 +11,8 @@ loop guarantees:
   the slice of the most tokens, or of the longest sequence among equals, is shed, and the rest is tried again.
 - In the pauses of a step, where the core allows it, commands are applied and steps run that cannot wait for its
   end. They are committed and told before it is.
+- After several steps in a row that failed by a fault of ours the loop ends, and so the process: a worker whose every
+  step fails would look free and draw all requests to it.
 - Time passes for leases also when nobody sends anything.
 """
 
@@ -20,7 +22,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from baton.core.errors import InternalError, OutOfMemoryError, ServingError
+from baton.core.errors import EngineFaultError, InternalError, OutOfMemoryError, ServingError
 from baton.engine.batch import BatchPlan
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from baton.engine.executor import Executor
 
 _log = logging.getLogger(__name__)
+
+# One bad request may be the cause of a failure; this many steps in a row with no success between are the engine's.
+MAX_FAULTS = 3
 
 Receive: TypeAlias = "Callable[[], list[Any]]"
 Emit: TypeAlias = "Callable[[EventBatch], None]"
@@ -136,9 +141,13 @@ class EngineLoop:
         self._clock = clock
         self._interrupts = interrupts
         self._num_commands = 0
+        self._faults: list[InternalError] = []  # of the steps since one that chose a token
 
     def run(self, channel: ChildChannel[Any, EventBatch]) -> None:
-        """Runs until the server process says stop or is no more. Wakes for commands, `channel.wake` and time."""
+        """Runs until the server process says stop or is no more. Wakes for commands, `channel.wake` and time.
+
+        EngineFaultError, after everybody was told, when `MAX_FAULTS` steps in a row have failed.
+        """
         while not channel.is_stopping:
             commands = channel.poll_commands(self._core.idle_s)
             self.turn(commands, lambda: channel.poll_commands(0), lambda batch: channel.emit([batch]))
@@ -146,7 +155,7 @@ class EngineLoop:
     def turn(self, commands: list[Any], receive: Receive, emit: Emit) -> None:
         """One turn: `commands`, a step if there is one, what `receive` gives meanwhile, and the outcome to `emit`.
 
-        What happened before a step is told before it, so nobody learns of it a step late.
+        What happened before a step is told before it, so nobody learns of it a step late. EngineFaultError as in `run`.
         """
         plan = self._plan(commands, self._core.plan, emit)
         if not plan.slices:
@@ -156,6 +165,8 @@ class EngineLoop:
             interrupts = self._interrupts
             pause = _Pause(lambda: self._interrupt(plan, interrupts, receive, emit), self._clock)
         self._step(plan, receive, emit, pause)
+        if len(self._faults) >= MAX_FAULTS:
+            raise EngineFaultError(f"{len(self._faults)} steps in a row failed, the last one: {self._faults[-1]}")
 
     def _interrupt(self, step: BatchPlan, interrupts: Interrupts, receive: Receive, emit: Emit) -> None:
         """Applies what came and runs what cannot wait for the end of `step`."""
@@ -204,6 +215,9 @@ class EngineLoop:
                 shed.append((rest, InternalError("the computation of a step failed")))
                 break
         step_s = self._clock.monotonic_s() - start_s - (pause.total_s if pause is not None else 0.0)
+        if output is not None and any(token is not None for token in output.tokens):
+            self._faults.clear()  # damaged weights show where a token is chosen, not before
+        self._faults += [error for _, error in shed if isinstance(error, InternalError)]
         self._apply(receive())
         if output is not None:
             self._core.commit(rest, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.core.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
+from baton.core.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
 from baton.core.generation import StopRule
 from baton.core.model import ModelFingerprint
 from baton.rpc import generation
@@ -84,6 +84,17 @@ def require_in_vocabulary(field: str, token_ids: Sequence[int], *, vocab_size: i
             f"{max(token_ids)} is not below the vocabulary's size {vocab_size}",
             limit=vocab_size - 1,
             reason="TOKEN_OUT_OF_VOCABULARY",
+        )
+
+
+def require_room(num_attempts: int, *, max_waiting: int) -> None:
+    """Raises ResourceExhaustedError when a worker with so many attempts takes no more."""
+    if num_attempts >= max_waiting:
+        raise ResourceExhaustedError(
+            f"{max_waiting} requests are inside the worker already",
+            reason="WORKER_FULL",
+            retry_after_s=1.0,
+            metadata={"limit": str(max_waiting)},
         )
 
 

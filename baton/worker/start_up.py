@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.core.errors import StartupError
+from baton.core.errors import ServingError, StartupError
 from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
+from baton.core.manifest import verify_weights
 from baton.core.model import KVLayout, ModelFingerprint
 
 if TYPE_CHECKING:
@@ -81,7 +83,9 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
         raise StartupError(f"engine.kv_cache_bytes: {engine.kv_cache_bytes} is less than a block, {layout.block_bytes}")
     with phase("allocate"):
         pool = make_pool(layout, num_blocks)
-    with phase("load"):
+    with phase("load"), ThreadPoolExecutor(1) as threads:
+        # Beside the load, which reads the same pages: hashing keeps no other thread from running.
+        verifying = threads.submit(verify_weights, model.path)
         fingerprint = ModelFingerprint(
             model=model.name,
             weights=weights_fingerprint(model.path),
@@ -89,10 +93,14 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
             dtype=dtype,
         )
         executor = TorchExecutor.from_folder(model.path, pool=pool, device=engine.device)
+        verifying.result()
     with phase("tokenizer"):
         structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
     with phase("warm-up"):
-        executor.warm_up()
+        try:
+            executor.warm_up()
+        except ServingError as error:
+            raise StartupError(f"{model.path}: the first step failed: {error}") from error
     facts = EngineFacts(
         fingerprint=fingerprint,
         layout=layout,

@@ -19,8 +19,9 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from baton.core.errors import StartupError
+from baton.core.manifest import MANIFEST_NAME, Manifest
 from baton.engine import convert as module
-from baton.engine.convert import MANIFEST_NAME, Manifest, convert, main
+from baton.engine.convert import convert, main
 
 ROOT = Path(__file__).parents[3]
 HIDDEN, HEADS, KV_HEADS, INNER, VOCAB = 64, 4, 2, 96, 259

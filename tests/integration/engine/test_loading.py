@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import StartupError
+from baton.core.fingerprint import weights_fingerprint
 from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
@@ -53,6 +54,16 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
     sorted(tmp_path.glob("*.safetensors"))[1].unlink()
     with pytest.raises(StartupError, match="named by the index are missing: model-00002"):
         executor(tmp_path)
+
+
+def test_what_is_loaded_is_what_the_fingerprint_is_of(folder: Path) -> None:
+    """A second file beside `model.safetensors` counts for neither; before, its tensors replaced the model's."""
+    prompt, before = list(range(9)), weights_fingerprint(folder)
+    expected = generate(executor(folder), Sequence("a", prompt, list(range(9))), 12)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "zeros.safetensors")
+    assert weights_fingerprint(folder) == before
+    assert generate(executor(folder), Sequence("a", prompt, list(range(9))), 12) == expected
 
 
 def edit_tensors(folder: Path, removed: tuple[str, ...] = (), added: dict[str, torch.Tensor] | None = None) -> None:

@@ -17,9 +17,10 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
 from baton.engine.torch_executor import TorchExecutor
 from baton.worker.engine_loop import EngineLoop
+from baton.worker.messages import Cancel, Failed
 from kv_transfer.lease import LeaseTable
 from prefill_worker.engine_core import PrefillCore
-from prefill_worker.messages import Cancel, Failed, PromptDone, Submit
+from prefill_worker.messages import PromptDone, Submit
 from prefill_worker.scheduler import PrefillLimits
 
 NUM_BLOCKS = 300

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from baton.core.errors import ResourceExhaustedError, StartupError, UnavailableError
+from baton.core.errors import EngineFaultError, ResourceExhaustedError, StartupError, UnavailableError
 from baton.engine.channel import ORPHAN_GRACE_S, Decoder, encode
 from baton.engine.process import EngineDiedError, EngineProcess
 from tests.integration.engine import engine_children as children
@@ -105,7 +105,13 @@ async def test_stop_is_orderly_and_ends_the_events_after_the_last_one(tmp_path):
         (Command("kill", signal.SIGKILL), None, "SIGKILL", "the engine process was killed by SIGKILL"),
         (Command("kill", signal.SIGSEGV), None, "SIGSEGV", "the engine process was killed by SIGSEGV"),
         (Command("exit", 7), 7, None, "the engine process ended with exit code 7"),
-        (Command("raise", "x"), 1, None, "the engine process ended with exit code 1 (RuntimeError)"),
+        (
+            Command("raise", RuntimeError("a secret prompt")),
+            1,
+            None,
+            "the engine process ended with exit code 1 (RuntimeError)",
+        ),
+        (Command("raise", EngineFaultError("no luck")), 1, None, "the engine process ended with exit code 1 (no luck)"),
     ],
 )
 async def test_death_is_seen_at_once_and_says_how(command, exit_code, signal_name, message, capfd):

@@ -18,19 +18,9 @@ from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
+from baton.worker.messages import Cancel, Failed
 from decode_worker.engine_core import CopyDone, DecodeCore
-from decode_worker.messages import (
-    Accept,
-    Cancel,
-    Failed,
-    Finished,
-    ForgetPeer,
-    HandedOver,
-    OpenPeer,
-    Park,
-    Resume,
-    Token,
-)
+from decode_worker.messages import Accept, Finished, ForgetPeer, HandedOver, OpenPeer, Park, Resume, Token
 from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
 from kv_transfer.errors import StaleLeaseError
 from kv_transfer.transport import ReadResult

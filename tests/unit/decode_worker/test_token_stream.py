@@ -5,7 +5,8 @@ import asyncio
 from baton.core.errors import InternalError
 from baton.core.generation import FinishReason
 from baton.worker.engine_client import Attempt
-from decode_worker.messages import Failed, Finished, Token
+from baton.worker.messages import Failed
+from decode_worker.messages import Finished, Token
 from decode_worker.token_stream import TokenRun, in_runs
 
 FINISHED = Finished(attempt_id="a", reason=FinishReason.LENGTH, num_steps=3, generate_s=0.1)

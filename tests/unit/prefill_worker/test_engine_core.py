@@ -17,19 +17,10 @@ from baton.core.model import KVLayout
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
+from baton.worker.messages import Cancel, Failed
 from kv_transfer.lease import LeaseOutcome, LeaseTable
 from prefill_worker.engine_core import PrefillCore
-from prefill_worker.messages import (
-    Cancel,
-    Failed,
-    PromptDone,
-    PromptScored,
-    Released,
-    ReleaseLease,
-    RenewLease,
-    Started,
-    Submit,
-)
+from prefill_worker.messages import PromptDone, PromptScored, Released, ReleaseLease, RenewLease, Started, Submit
 from prefill_worker.scheduler import PrefillLimits
 
 GREEDY = SamplingParams(temperature=0.0)

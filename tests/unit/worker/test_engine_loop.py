@@ -8,13 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.clock import ManualClock
-from baton.core.errors import OutOfMemoryError, ServingError, UnavailableError
+from baton.core.errors import EngineFaultError, InternalError, OutOfMemoryError, ServingError, UnavailableError
 from baton.core.generation import SamplingParams
 from baton.core.model import KVLayout
 from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.executor import ScriptedExecutor
 from baton.telemetry.instruments import WorkerInstruments
-from baton.worker.engine_loop import EngineLoop, EngineStats, EventBatch
+from baton.worker.engine_loop import MAX_FAULTS, EngineLoop, EngineStats, EventBatch
 from baton.worker.metrics import LoadMetrics
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
@@ -148,3 +148,44 @@ def test_shed_requests_are_counted():
     for batch in run(TightExecutor(max_tokens=9), *PROMPTS):
         metrics.observe(batch)
     assert registry.get_sample_value("baton_out_of_memory_total") == 2
+
+
+class Scripted(ScriptedExecutor):
+    """Steps that end as listed: by an error, or well where there is None."""
+
+    def __init__(self, ends) -> None:
+        super().__init__(layout=LAYOUT, num_blocks=NUM_BLOCKS)
+        self.ends = list(ends)
+
+    def execute(self, plan, pause=None):
+        if (error := self.ends.pop(0)) is not None:
+            raise error
+        return super().execute(plan)
+
+
+def num_steps_until_the_end(*ends) -> int | None:
+    """None when the loop goes on after all of them. Whoever was in a step is told its outcome in any case."""
+    loop = EngineLoop(Core(BatchPlan(slices=PROMPTS)), Scripted(ends), ManualClock())
+    for index in range(len(ends)):
+        batches: list[EventBatch] = []
+        try:
+            loop.turn([], list, batches.append)
+        except EngineFaultError:
+            return index + 1
+        finally:
+            assert outcome(batches).keys() == set("abc")
+    return None
+
+
+def test_an_engine_whose_steps_all_fail_ends():
+    broken = [ZeroDivisionError(), InternalError("no numbers")] * MAX_FAULTS
+    assert num_steps_until_the_end(*broken) == MAX_FAULTS
+
+
+def test_a_success_in_between_starts_the_count_again():
+    assert num_steps_until_the_end(*[*[ZeroDivisionError()] * (MAX_FAULTS - 1), None] * 3) is None
+
+
+def test_failures_that_are_not_its_own_fault_do_not_end_an_engine():
+    assert num_steps_until_the_end(*[UnavailableError("away")] * 9) is None
+    assert num_steps_until_the_end(*[OutOfMemoryError("too large", retry_after_s=None)] * 3) is None
