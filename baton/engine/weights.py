@@ -98,7 +98,7 @@ class DecoderWeights:
     def from_folder(
         cls, path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str, shard: Shard = WHOLE
     ) -> DecoderWeights:
-        """Loads the `weight_files` of `path`, or of each matrix what `shard` has. `config` is the whole model's. Blocks.
+        """Loads the `weight_files` of `path`, or of each matrix what `shard` has; `config` is the model's. Blocks.
 
         Files are mapped, so at most one layer is held twice, and what is not loaded is not read.
 
