@@ -46,9 +46,9 @@ def folder_name(values: dict[str, Any]) -> str:
     return path.resolve().name
 
 
-def half_of_the_cores() -> int:
-    """Half of the CPU cores that this process may use, at least 1: a host runs a prefill and a decode worker."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+def number_of_cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 class Section(BaseModel):
@@ -144,7 +144,10 @@ class EngineSettings(Section):
     )
     max_num_seqs: int = Field(default=32, ge=1, le=65536, description="Most sequences that run at a time")
     num_threads: int = Field(
-        default_factory=half_of_the_cores, ge=1, le=1024, description="CPU threads that compute one step"
+        default_factory=number_of_cores,
+        ge=1,
+        le=1024,
+        description="Most CPU threads that compute a step; engines of a host that are busy at a time divide the cores",
     )
 
 

@@ -53,6 +53,10 @@ class Executor(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """There is no step to run for now: what it shares with others, cores above all, is theirs until the next."""
+        ...
+
     def warm_up(self) -> None:
         """Runs a small step so that the first request does not pay for set-up. Overwrites block 0: call before use."""
         ...
@@ -118,6 +122,9 @@ class ScriptedExecutor:
                 if piece.scored is not None
             },
         )
+
+    def rest(self) -> None:
+        """Shares nothing."""
 
     def warm_up(self) -> None:
         """Nothing to set up."""

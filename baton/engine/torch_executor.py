@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from baton.core.generation import TokenLogprobs
     from baton.core.model import KVLayout
     from baton.engine.batch import ScoredIds
+    from baton.engine.cores import CoreShare
     from baton.engine.kv_pool import KVPool
     from baton.engine.rank_group import RankGroup
 
@@ -36,11 +37,19 @@ _SCORED_ROWS = 64
 class TorchExecutor:
     """Runs steps of a decoder over a pool. Implements `Executor`; used from one thread, keeps no sequence state.
 
-    With a `decoder`, slices of one token go to it, and only longer ones to PyTorch.
+    With a `decoder`, slices of one token go to it, and only longer ones to PyTorch. Without `cores` the number of
+    threads is the process's (`torch.set_num_threads`).
     """
 
-    def __init__(self, model: DecoderModel, pool: KVPool, decoder: NativeDecoder | None = None) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        pool: KVPool,
+        decoder: NativeDecoder | None = None,
+        cores: CoreShare | None = None,
+    ) -> None:
         self._model = model
+        self._cores = cores
         self._decoder = decoder
         self._pool = pool
         self.layout: KVLayout = pool.layout
@@ -50,12 +59,18 @@ class TorchExecutor:
 
     @classmethod
     def from_folder(
-        cls, path: Path, *, pool: KVPool, device: str = "cpu", group: RankGroup | None = None
+        cls,
+        path: Path,
+        *,
+        pool: KVPool,
+        device: str = "cpu",
+        group: RankGroup | None = None,
+        cores: CoreShare | None = None,
     ) -> TorchExecutor:
         """Loads the model in `path`, in the dtype of `pool`, which the caller made with this model's layout.
 
         In a `group` that is the layout of this rank's part, and only that part is loaded; steps run on PyTorch alone.
-        Blocks for the load. The number of threads is the process's (`torch.set_num_threads`). Raises StartupError.
+        Blocks for the load. Raises StartupError.
         """
         whole = DecoderConfig.from_folder(path)
         shard = WHOLE if group is None else group.shard
@@ -68,13 +83,14 @@ class TorchExecutor:
         dtype = torch_dtype(pool.layout.dtype)
         weights = DecoderWeights.from_folder(path, whole, dtype=dtype, device=device, shard=shard)
         model = DecoderModel(config, weights, group)
-        return cls(model, pool, None if group else NativeDecoder.create(model, pool))
+        return cls(model, pool, None if group else NativeDecoder.create(model, pool), cores)
 
     def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
         """Runs the step; see `Executor.execute`. Pauses between layers where PyTorch computes them on a CPU."""
         plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
         if not plan.slices:
             return StepOutput(tokens=())
+        self._take_cores()
         try:
             scores: dict[str, list[TokenLogprobs]] = {}
             return self._sample(self._forward(plan, scores, pause), plan, scores)
@@ -87,6 +103,20 @@ class TorchExecutor:
             "engine.max_num_seqs",
             retry_after_s=None,
         )
+
+    def rest(self) -> None:
+        """Leaves the cores to other engines; see `Executor.rest`."""
+        if self._cores is not None:
+            self._cores.rest()
+
+    def _take_cores(self) -> None:
+        if self._cores is None:
+            return
+        num_threads = self._cores.take()
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+            if self._decoder is not None:
+                self._decoder.use_threads(num_threads)
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step in block 0, and a sampled row; see `Executor.warm_up`."""
@@ -123,8 +153,14 @@ class TorchExecutor:
         self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]], pause: Callable[[], None] | None
     ) -> torch.Tensor:
         """Like `_forward`, by PyTorch."""
+
+        def between_layers() -> None:
+            if pause is not None:
+                pause()
+            self._take_cores()
+
         # On a GPU the layers are only enqueued here: what ran in a pause would run behind all of them.
-        hidden = self._model.hidden(plan, self._pool, pause if self._pool.device.type == "cpu" else None)
+        hidden = self._model.hidden(plan, self._pool, between_layers if self._pool.device.type == "cpu" else None)
         start = 0
         for piece in plan.slices:
             if piece.scored is not None:

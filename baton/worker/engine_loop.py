@@ -149,7 +149,10 @@ class EngineLoop:
         EngineFaultError, after everybody was told, when `MAX_FAULTS` steps in a row have failed.
         """
         while not channel.is_stopping:
-            commands = channel.poll_commands(self._core.idle_s)
+            idle_s = self._core.idle_s
+            if idle_s != 0:
+                self._executor.rest()
+            commands = channel.poll_commands(idle_s)
             self.turn(commands, lambda: channel.poll_commands(0), lambda batch: channel.emit([batch]))
 
     def turn(self, commands: list[Any], receive: Receive, emit: Emit) -> None:

@@ -69,6 +69,7 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
     Raises StartupError in one line when the folder, a setting or the memory is not as it must be.
     """
     with phase("import"):
+        from baton.engine.cores import CoreShare
         from baton.engine.model_config import DecoderConfig
         from baton.engine.precision import resolve_dtype
         from baton.engine.threads import use_threads
@@ -92,7 +93,8 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
             tokenizer=tokenizer_fingerprint(model.path),
             dtype=dtype,
         )
-        executor = TorchExecutor.from_folder(model.path, pool=pool, device=engine.device)
+        cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
+        executor = TorchExecutor.from_folder(model.path, pool=pool, device=engine.device, cores=cores)
         verifying.result()
     with phase("tokenizer"):
         structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)

@@ -114,7 +114,7 @@ def segments_of(ancestor: int) -> set[str]:
     found = set()
     for pid in descendants(ancestor):
         with contextlib.suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/baton-[0-9a-f]+", Path(f"/proc/{pid}/maps").read_text()))
+            found |= set(re.findall(r"/dev/shm/baton-[0-9a-f]{32}", Path(f"/proc/{pid}/maps").read_text()))
     return found
 
 

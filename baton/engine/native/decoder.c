@@ -336,6 +336,12 @@ EXPORT int baton_step(struct decoder *d, const struct batch *batch) {
     return OK;
 }
 
+/* Computes with `threads` threads from the next step on. Not during a step. */
+EXPORT void baton_use_threads(struct decoder *d, int threads) {
+    team_end(&d->team);
+    team_start(&d->team, threads);
+}
+
 EXPORT void baton_destroy(struct decoder *d) {
     if (d->team.size) team_end(&d->team);
     void *all[] = {d->hidden, d->normed, d->qkv,    d->queries,        d->mixed,         d->gate_up,       d->cosine,

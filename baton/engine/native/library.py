@@ -58,6 +58,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.baton_create.argtypes, library.baton_create.restype = [POINTER(Model), c_int], c_void_p
     library.baton_destroy.argtypes, library.baton_destroy.restype = [c_void_p], None
     library.baton_step.argtypes, library.baton_step.restype = [c_void_p, POINTER(Batch)], c_int
+    library.baton_use_threads.argtypes, library.baton_use_threads.restype = [c_void_p, c_int], None
     library.baton_place.argtypes, library.baton_place.restype = [c_int, c_int64], c_int64
     library.baton_padded.argtypes, library.baton_padded.restype = [c_int64], c_int64
     return library

@@ -76,7 +76,8 @@ async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_
     processes = descendants(up.process.pid)
     engines = [pid for pid, command in processes.items() if "engine" in command]
     assert len(engines) == 2
-    new_segments = set(SHARED_MEMORY.iterdir()) - segments
+    # The file through which engines divide the cores stays: it is the host's.
+    new_segments = {path for path in set(SHARED_MEMORY.iterdir()) - segments if "cores" not in path.name}
     assert new_segments
 
     worker = next(pid for pid, command in processes.items() if "-m prefill_worker" in command)

@@ -164,6 +164,9 @@ def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
             part = BatchPlan(slices=plan.slices[33 - size :])
             assert torch.equal(decoder.forward(part), expected[33 - size :])
         assert torch.equal(pool.tensor, cache)
+    for num_threads in (3, 1, 2):
+        one.use_threads(num_threads)
+        assert torch.equal(one.forward(plan), expected)
 
 
 def test_more_rows_than_the_cache_holds_activations_of(qwen3: Path, native_library: Path) -> None:

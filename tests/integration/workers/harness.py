@@ -100,7 +100,7 @@ class WorkerProcess:
     def segment(self) -> Path:
         """The shared memory that its engine has mapped."""
         maps = Path(f"/proc/{self.engine_pid}/maps").read_text()
-        (path,) = set(re.findall(r"/dev/shm/baton-[0-9a-f]+", maps))
+        (path,) = set(re.findall(r"/dev/shm/baton-[0-9a-f]{32}", maps))
         return Path(path)
 
     @property
