@@ -19,7 +19,8 @@ class DecodeWorkerSettings(WorkerSettings):
     worker_id: str = Field(
         default_factory=lambda: f"decode-{host_name()}",
         pattern=WORKER_ID_PATTERN,
-        description="Unique name, stable over restarts; default: decode-<host name>, so set it for two on one host",
+        description="Unique name, stable over restarts; default: decode-<host name>, so set it for two on one host; "
+        "while a worker lives, another one of its name does not start",
     )
     max_unread_tokens: int = Field(
         default=128,

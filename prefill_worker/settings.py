@@ -22,7 +22,8 @@ class PrefillWorkerSettings(WorkerSettings):
     worker_id: str = Field(
         default_factory=lambda: f"prefill-{host_name()}",
         pattern=WORKER_ID_PATTERN,
-        description="Unique name, stable over restarts; default: prefill-<host name>, so set it for two on one host",
+        description="Unique name, stable over restarts; default: prefill-<host name>, so set it for two on one host; "
+        "while a worker lives, another one of its name does not start",
     )
     oldest_share: float = Field(
         default=0.25, gt=0, le=1, description="Share of the computed tokens that the oldest prompt is sure to get"

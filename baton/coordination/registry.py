@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.coordination.commands import Commands
 from baton.coordination.wire import decode_views, encode_record
-from baton.core.errors import FailedPreconditionError
+from baton.core.errors import AlreadyExistsError, FailedPreconditionError
 
 if TYPE_CHECKING:
     from baton.coordination.client import RedisConnection
@@ -24,18 +24,25 @@ class WorkerRegistry:
     async def heartbeat(self, record: WorkerRecord) -> None:
         """Writes the worker's record; without the next one within 2.5 s the worker is out.
 
-        A new incarnation takes the place of the old one and frees what grants held on it. Raises UnavailableError
-        when Redis is away (go on with the next heartbeat), FailedPreconditionError with reason WORKER_REPLACED when
-        a newer process took this worker's id or it was deregistered (stop: this process gets no more requests).
+        A new incarnation takes the place of a dead one and frees what grants held on it; of a live one only at its
+        own address. Raises UnavailableError when Redis is away (go on with the next heartbeat), AlreadyExistsError
+        with reason WORKER_ID_TAKEN while another worker is alive under this id, and FailedPreconditionError with
+        reason WORKER_REPLACED when a newer process took this worker's id or it was deregistered (stop: this process
+        gets no more requests).
         """
         reply = await self._commands.call(
             "heartbeat", record.worker_id, record.incarnation, encode_record(record), self._channel
         )
+        metadata = {"worker_id": record.worker_id, "incarnation": record.incarnation}
+        if isinstance(reply, str):
+            raise AlreadyExistsError(
+                f"{record.worker_id} is the id of a live worker at {reply}", reason="WORKER_ID_TAKEN", metadata=metadata
+            )
         if not reply:
             raise FailedPreconditionError(
                 f"worker {record.worker_id} was deregistered, or another process has taken its id",
                 reason="WORKER_REPLACED",
-                metadata={"worker_id": record.worker_id, "incarnation": record.incarnation},
+                metadata=metadata,
             )
 
     async def deregister(self, worker_id: str, incarnation: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
-from baton.core.errors import FailedPreconditionError, ServingError, StartupError, UnavailableError
+from baton.core.errors import AlreadyExistsError, FailedPreconditionError, ServingError, StartupError, UnavailableError
 from baton.core.workers import WorkerState
 from baton.engine.process import EngineDiedError
 
@@ -22,13 +22,18 @@ _log = logging.getLogger(__name__)
 # What handlers get to write their last status once nothing runs any more.
 _LAST_WORDS_S = 1.0
 _DEREGISTER_S = 2.0
+# How long the life before this one may still be listed when nobody deregistered it, and a bit.
+_ID_WAIT_S = 4.0
 
 
 class Registry(Protocol):
     """Where workers announce themselves."""
 
     async def heartbeat(self, record: WorkerRecord) -> None:
-        """Keeps the worker listed. UnavailableError: go on. FailedPreconditionError: its id is somebody else's."""
+        """Keeps the worker listed. UnavailableError: go on. AlreadyExistsError: another worker is alive under its id.
+
+        FailedPreconditionError: its id is somebody else's for good.
+        """
         ...
 
     async def deregister(self, worker_id: str, incarnation: str) -> None:
@@ -67,7 +72,7 @@ class WorkerLife:
         """Serves until `stop` is set and what runs has ended, or the grace is over.
 
         Raises EngineDiedError, after every open call was told, when the engine is no more, and StartupError when
-        another process has taken the worker's id.
+        another process has the worker's id.
         """
         death: EngineDiedError | None = None
         try:
@@ -94,16 +99,25 @@ class WorkerLife:
 
     async def _beat(self, description: WorkerDescription) -> None:
         # The condition, because a cancellation that meets a Redis call can get lost in its client.
+        taken_since_s: float | None = None
         while not self._is_draining:
-            self._show_health(serving=not self._is_stuck)
             try:
                 await self._registry.heartbeat(description.record(self.state, self._engine.stats))
             except UnavailableError as error:
                 self._note_registry(away=True, reason=str(error))
             except FailedPreconditionError as error:
                 raise StartupError(f"worker_id: {error}") from error
+            except AlreadyExistsError as error:
+                # It may be this worker's own life before, killed a moment ago.
+                now_s = asyncio.get_running_loop().time()
+                taken_since_s = now_s if taken_since_s is None else taken_since_s
+                if now_s - taken_since_s > _ID_WAIT_S:
+                    raise StartupError(f"worker_id: {error}; give this one another id") from error
             else:
+                taken_since_s = None
                 self._note_registry(away=False)
+            if not self._is_draining:
+                self._show_health(serving=not self._is_stuck and taken_since_s is None)
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def _drain(self, description: WorkerDescription) -> None:

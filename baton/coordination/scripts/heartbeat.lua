@@ -1,4 +1,5 @@
--- ARGV: worker id, incarnation, record, wake channel. Returns 1; 0 when this incarnation was replaced.
+-- ARGV: worker id, incarnation, record, wake channel. Returns 1; 0 when this incarnation was replaced; the address of
+-- another worker that is alive under this id. At one address only one process listens, so there the old one is gone.
 local id, incarnation, raw, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 epoch()
 if redis.call('ZSCORE', RETIRED, id .. '|' .. incarnation) then
@@ -7,6 +8,9 @@ end
 local before = redis.call('HGET', WORKERS, id)
 local old = before and cjson.decode(before)
 local new = cjson.decode(raw)
+if old and old.incarnation ~= incarnation and old.address ~= new.address and is_alive(id) then
+  return old.address
+end
 if not old or old.incarnation ~= incarnation then
   free_other_incarnations(id, incarnation)
   if old then

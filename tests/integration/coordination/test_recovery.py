@@ -67,6 +67,33 @@ async def test_a_new_incarnation_frees_what_the_old_one_held(stage: Stage):
         await stage.assert_idle(queue)
 
 
+async def test_a_live_worker_keeps_its_id_against_one_elsewhere(stage: Stage):
+    async with stage.beating("p1", "d1"):
+        async with stage.gateway() as queue, queue.admit(ticket("1")) as place:
+            await place.granted()
+            with pytest.raises(AlreadyExistsError, match=r"d1 is the id of a live worker at 127\.0\.0\.1:2") as refusal:
+                await stage.workers("d1", incarnation="i2", address="127.0.0.1:99")
+            assert refusal.value.reason == "WORKER_ID_TAKEN"
+            assert await granted_is(queue, p1=1, d1=1)
+        await stage.workers("d1")  # it was not replaced
+
+
+async def test_the_id_of_a_silent_worker_is_free(stage: Stage):
+    await stage.workers("d1")
+
+    async def takes_it() -> bool:
+        try:
+            await stage.workers("d1", incarnation="i2", address="127.0.0.1:99")
+        except AlreadyExistsError:
+            return False
+        return True
+
+    assert not await takes_it()
+    await stage.eventually(takes_it)
+    (view,) = await stage.registry.workers()
+    assert view.record.address == "127.0.0.1:99"
+
+
 async def test_a_deregistered_worker_stays_out(stage: Stage):
     await stage.workers("p1", "d1")
     await stage.registry.deregister("d1", "another")

@@ -4,6 +4,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from baton.core.errors import AlreadyExistsError, StartupError
+from baton.worker import life as life_module
 from baton.worker.life import WorkerLife
 
 
@@ -33,7 +37,7 @@ class Server:
 
 
 class Registry:
-    """Notes calls. A heartbeat is under way until `answer` is set, and loses a cancellation that meets it."""
+    """Notes calls. Heartbeats after the first are under way until `answer` is set, and lose a cancellation."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -42,6 +46,8 @@ class Registry:
 
     async def heartbeat(self, record: Any) -> None:
         self.calls.append("heartbeat")
+        if len(self.calls) == 1:
+            return
         self.is_asked.set()
         try:
             await self.answer.wait()
@@ -63,7 +69,47 @@ async def test_no_heartbeat_comes_after_the_deregistration_even_when_its_cancell
         stop.set()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert registry.calls == ["heartbeat"]
+        assert registry.calls == ["heartbeat", "heartbeat"]
         registry.answer.set()
-    assert registry.calls == ["heartbeat", "deregister"]
+    assert registry.calls == ["heartbeat", "heartbeat", "deregister"]
     assert server.health == [True, False]
+
+
+class Refusing(Registry):
+    """Says `num_refusals` times that the id is taken; then `stop` ends the worker."""
+
+    def __init__(self, num_refusals: int, stop: asyncio.Event) -> None:
+        super().__init__()
+        self._num_refusals = num_refusals
+        self._stop = stop
+
+    async def heartbeat(self, record: Any) -> None:
+        self.calls.append("heartbeat")
+        if len(self.calls) <= self._num_refusals:
+            raise AlreadyExistsError("w is the id of a live worker at elsewhere:1", reason="WORKER_ID_TAKEN")
+        if len(self.calls) > self._num_refusals + 1:
+            self._stop.set()
+
+
+async def live(registry: Registry, stop: asyncio.Event, server: Server) -> None:
+    settings: Any = SimpleNamespace(stall_s=30.0, heartbeat_s=0.01, server=SimpleNamespace(drain_grace_s=1.0))
+    description: Any = SimpleNamespace(worker_id="w", incarnation="i", record=lambda state, stats: None)
+    async with asyncio.timeout(20):
+        await WorkerLife(server, Engine(), registry, settings).run(description, stop)  # type: ignore[arg-type]
+
+
+async def test_a_worker_waits_for_its_own_last_life_to_be_forgotten_and_does_not_serve_till_then() -> None:
+    server, stop = Server(), asyncio.Event()
+    await live(Refusing(3, stop), stop, server)
+    assert server.health == [True, False]
+
+
+async def test_a_worker_whose_id_stays_taken_ends_without_having_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_module, "_ID_WAIT_S", 0.05)
+    server, stop = Server(), asyncio.Event()
+    with pytest.raises(ExceptionGroup) as group:
+        await live(Refusing(1000, stop), stop, server)
+    (error,) = group.value.exceptions
+    assert isinstance(error, StartupError)
+    assert "worker_id: w is the id of a live worker at elsewhere:1" in str(error)
+    assert server.health == []
