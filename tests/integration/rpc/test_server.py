@@ -12,9 +12,8 @@ from opentelemetry.trace import NoOpTracerProvider
 
 from baton.core.errors import StartupError, UnavailableError
 from baton.core.settings import ServerSettings
-from baton.rpc.channels import client_options
 from baton.rpc.errors import from_call
-from baton.rpc.server import ServingServer, server_options
+from baton.rpc.server import ServingServer
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -181,12 +180,6 @@ async def test_drain_twice_and_before_start() -> None:
     await server.start()
     await asyncio.gather(server.drain(0), server.drain(0))
     await server.drain(0)
-
-
-def test_clients_ping_less_often_than_servers_allow() -> None:
-    server, client = dict(server_options(1024)), dict(client_options(1024))
-    assert client["grpc.keepalive_time_ms"] > server["grpc.http2.min_ping_interval_without_data_ms"]
-    assert server["grpc.keepalive_permit_without_calls"] == client["grpc.keepalive_permit_without_calls"] == 1
 
 
 async def test_channels_are_reused_until_forgotten(running) -> None:
