@@ -85,6 +85,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             ),
             tracer=tracing.tracer,
             classes=classes,
+            shares_prefixes=settings.shares_prefixes,
         )
         requests = RequestSettings(
             clock=SystemClock(), instruments=instruments, request_timeout_s=settings.limits.request_timeout_s

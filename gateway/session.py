@@ -52,13 +52,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionServices:
-    """What every session uses and none owns."""
+    """What every session uses and none owns. `shares_prefixes`: whether tenants share cached beginnings of prompts."""
 
     model: ServedModel
     tokenizer: TokenizerPool
     deployment: Deployment
     tracer: Tracer
     classes: QueueClasses
+    shares_prefixes: bool = False
 
 
 class Session:
@@ -113,6 +114,7 @@ class Session:
             logprobs=self._request.logprobs,
             structure=self._request.structure,
             stop=stop,
+            cache_salt="" if self._services.shares_prefixes else self._tenant,
         )
         course = Course(
             output=self._output,

@@ -152,3 +152,8 @@ class GatewaySettings(ComponentSettings):
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
     queue: QueueSettings = Field(default_factory=QueueSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
+    shares_prefixes: bool = Field(
+        default=False,
+        description="Whether tenants share cached beginnings of prompts; then a tenant can learn, by the time that a"
+        " prompt takes, that another one has sent its beginning",
+    )

@@ -50,6 +50,7 @@ class Attempt:
     """One attempt at a request, all defaults filled in.
 
     The last `num_output_tokens` of `token_ids` are output that earlier attempts have produced; `stop` counts them.
+    `cache_salt` keeps prompts apart in prefill workers' caches.
     """
 
     attempt_id: str
@@ -59,6 +60,7 @@ class Attempt:
     stop: StopRule
     logprobs: LogprobOptions
     structure: Structure | None
+    cache_salt: str
     num_output_tokens: int = 0
 
     @property
@@ -124,6 +126,7 @@ class WorkerCalls:
             logprobs=logprob_options_message(attempt.logprobs),
             structure=structure_message(attempt.structure),
             num_output_tokens=attempt.num_output_tokens,
+            cache_salt=attempt.cache_salt,
         )
         return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 

@@ -25,16 +25,15 @@ from prefill_worker.messages import (
     Started,
     Submit,
 )
-from prefill_worker.scheduler import Prefill, PrefillScheduler
+from prefill_worker.scheduler import Prefill
 
 if TYPE_CHECKING:
     from baton.core.clock import Clock
     from baton.engine.batch import BatchPlan, StepOutput
-    from baton.engine.block_pool import BlockPool
     from baton.structure.compiler import StructureCompiler
     from kv_transfer.lease import EndedLease, LeaseTable
     from prefill_worker.messages import PrefillCommand, PrefillEvent
-    from prefill_worker.scheduler import PrefillLimits
+    from prefill_worker.scheduler import PrefillScheduler
 
 # How often a sleeping engine looks for leases that ran out. Leases live for seconds.
 _LEASE_TICK_S = 0.05
@@ -43,23 +42,21 @@ _LEASE_TICK_S = 0.05
 class PrefillCore:
     """The books of a prefill engine (an `EngineCore`).
 
-    `leases` has a slot for each of `limits.max_num_seqs`. A block belongs to the scheduler from the attempt's first
-    chunk until its lease has ended.
+    `leases` has a slot for each attempt that `scheduler` runs at a time. An attempt's blocks belong to the
+    scheduler from its first chunk until its lease has ended.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
-        limits: PrefillLimits,
+        scheduler: PrefillScheduler,
         leases: LeaseTable,
         clock: Clock,
         structures: StructureCompiler | None = None,
     ) -> None:
-        self._pool = pool
+        self._scheduler = scheduler
         self._leases = leases
         self._clock = clock
         self._structures = structures
-        self._scheduler = PrefillScheduler(pool, limits)
         self._attempts: dict[str, Submit] = {}
         # Blocks of attempts in a planned step are being written: a cancel has to wait for the step's end.
         self._computing: set[str] = set()
@@ -110,6 +107,7 @@ class PrefillCore:
                     finish_reason=reason,
                     compute_s=self._clock.monotonic_s() - prefill.started_s,
                     num_chunks=prefill.num_chunks,
+                    num_cached_tokens=prefill.num_cached_tokens,
                     cache=None if reason is not None else self._hold(submit.lease_id, prefill),
                     logprobs=output.logprobs.get(prefill.attempt_id),
                 )
@@ -143,14 +141,13 @@ class PrefillCore:
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             num_held=self._scheduler.num_held,
-            num_used_blocks=self._pool.num_used,
+            num_used_blocks=self._scheduler.num_used_blocks,
         )
 
     def check_integrity(self) -> None:
         """AssertionError unless nothing is held and no block or lease slot is lost."""
-        self._pool.check_integrity()
+        self._scheduler.check_integrity()
         self._leases.check_integrity()
-        assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
         assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
 
     def _let_time_pass(self) -> None:
@@ -197,6 +194,7 @@ class PrefillCore:
                 arrived_s=self._clock.monotonic_s(),
                 rules=rules,
                 logprobs=command.logprobs,
+                cache_salt=command.cache_salt,
             )
         )
 

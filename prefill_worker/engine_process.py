@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.core.clock import SystemClock
+from baton.core.prefixes import PrefixDigests
 from baton.engine.block_pool import BlockPool
 from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
@@ -14,6 +15,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.pairs import PairSecrets
 from kv_transfer.segment import SegmentSpec
 from prefill_worker.engine_core import PrefillCore
+from prefill_worker.scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
@@ -69,7 +71,9 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         clock = SystemClock()
         leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
-        core = PrefillCore(blocks, settings.limits, leases, clock, loaded.structures)
+        digests = PrefixDigests(blocks.block_size) if settings.prefix_cache else None
+        scheduler = PrefillScheduler(blocks, settings.limits, digests)
+        core = PrefillCore(scheduler, leases, clock, loaded.structures)
         place = DistPlace.beside(settings.server, settings.handover.timeout_s)
         pool.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
         channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))

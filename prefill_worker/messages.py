@@ -34,6 +34,7 @@ class Submit:
     logprobs: LogprobOptions = NO_LOGPROBS
     structure: Structure | None = None
     num_output_tokens: int = 0
+    cache_salt: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -95,6 +96,7 @@ class PromptDone:
     finish_reason: FinishReason | None
     compute_s: float
     num_chunks: int
+    num_cached_tokens: int
     cache: HeldCache | None
     logprobs: TokenLogprobs | None = None
 

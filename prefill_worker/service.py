@@ -37,6 +37,9 @@ _REASONS = {
 }
 
 
+_MAX_SALT_CHARS = 128
+
+
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves gateways. An attempt's blocks are the engine's; a call that ends early cancels its attempt."""
 
@@ -111,6 +114,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             logprobs=read_logprob_options(request.logprobs),
             structure=requests.read_structure(request, facts),
             num_output_tokens=request.num_output_tokens,
+            cache_salt=_read_salt(request.cache_salt),
         )
 
     def _respond(self, event: PrefillEvent, submit: Submit) -> prefill_pb2.PrefillResponse:
@@ -125,7 +129,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     prompt_logprobs=prefill_pb2.PromptLogprobs(first_position=event.first_position, logprobs=logprobs)
                 )
             case PromptDone():
-                self._note_computed(event, len(submit.token_ids))
+                self._note_computed(event, submit)
                 return prefill_pb2.PrefillResponse(first_token=self._first_token(event, len(submit.token_ids)))
             case Released():
                 released = prefill_pb2.PrefillReleased()
@@ -135,15 +139,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             case Failed():
                 raise event.error
 
-    def _note_computed(self, done: PromptDone, num_tokens: int) -> None:
-        attributes = {"baton.num_tokens": num_tokens, "baton.num_chunks": done.num_chunks}
+    def _note_computed(self, done: PromptDone, submit: Submit) -> None:
+        num_tokens = len(submit.token_ids)
+        attributes = {
+            "baton.num_tokens": num_tokens,
+            "baton.num_cached_tokens": done.num_cached_tokens,
+            "baton.num_chunks": done.num_chunks,
+        }
         phase_span(self._tracer, "prefill.compute", done.compute_s, attributes=attributes)
-        self._instruments.prompt_tokens.inc(num_tokens)
+        self._instruments.prompt_tokens.inc(num_tokens - done.num_cached_tokens)
+        if self._settings.prefix_cache and submit.logprobs.prompt_top is None:
+            self._instruments.prefix_cache_queried_tokens.inc(num_tokens)
+            self._instruments.prefix_cache_hit_tokens.inc(done.num_cached_tokens)
         self._instruments.generation_tokens.inc()
 
     def _first_token(self, done: PromptDone, num_tokens: int) -> prefill_pb2.FirstToken:
         message = prefill_pb2.FirstToken(
-            token_id=done.token_id, compute_s=done.compute_s, num_chunks=done.num_chunks, cached_tokens=0
+            token_id=done.token_id,
+            compute_s=done.compute_s,
+            num_chunks=done.num_chunks,
+            cached_tokens=done.num_cached_tokens,
         )
         if done.finish_reason is not None:
             message.finish_reason = _REASONS[done.finish_reason]
@@ -163,3 +178,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             )
             message.kv.CopyFrom(wire.descriptor_to_proto(descriptor))
         return message
+
+
+def _read_salt(salt: str) -> str:
+    if len(salt) > _MAX_SALT_CHARS:
+        raise InvalidArgumentError("cache_salt", f"must have at most {_MAX_SALT_CHARS} characters, has {len(salt)}")
+    return salt

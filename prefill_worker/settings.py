@@ -28,6 +28,9 @@ class PrefillWorkerSettings(WorkerSettings):
     oldest_share: float = Field(
         default=0.25, gt=0, le=1, description="Share of the computed tokens that the oldest prompt is sure to get"
     )
+    prefix_cache: bool = Field(
+        default=True, description="Whether prompts that begin alike share the KV blocks of what they have in common"
+    )
 
     @property
     def limits(self) -> PrefillLimits:

@@ -111,6 +111,14 @@ class WorkerInstruments:
             "baton_step_tokens", "Tokens that one engine step computed", buckets=_STEP_TOKENS, registry=registry
         )
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens that were computed", registry=registry)
+        self.prefix_cache_queried_tokens = Counter(
+            "baton_prefix_cache_queried_tokens",
+            "Prompt tokens whose KV cache was looked for; a prefill worker's",
+            registry=registry,
+        )
+        self.prefix_cache_hit_tokens = Counter(
+            "baton_prefix_cache_hit_tokens", "Of those the ones that were found ready", registry=registry
+        )
         self.generation_tokens = Counter("baton_generation_tokens", "Tokens that were generated", registry=registry)
         self.handover_time = Histogram(
             "baton_handover_time_seconds",

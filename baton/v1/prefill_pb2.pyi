@@ -36,6 +36,7 @@ class PrefillRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     max_tokens: _builtins.int
@@ -46,6 +47,8 @@ class PrefillRequest(_message.Message):
     """The last so many of `token_ids` are output, produced by earlier attempts at the request that were cut off. The
     first token of this attempt is the one that follows them. Less than `max_tokens`, and less than `token_ids`.
     """
+    cache_salt: _builtins.str
+    """Requests share the KV cache of what their prompts have in common only where this is equal. At most 128 characters."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """Model and tokenizer the ids were made for; `dtype` is not compared. FAILED_PRECONDITION when they differ."""
@@ -83,10 +86,11 @@ class PrefillRequest(_message.Message):
         logprobs: _common_pb2.LogprobOptions | None = ...,
         structure: _common_pb2.Structure | None = ...,
         num_output_tokens: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "logprobs", b"logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_output_tokens", b"num_output_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_output_tokens", b"num_output_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -204,7 +208,7 @@ class FirstToken(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set when the first token was the last: no KV cache is kept."""
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV cache was found ready."""
+    """Prompt tokens whose KV cache was found ready, before or while the rest was computed."""
     compute_s: _builtins.float
     """How long the computation took, in seconds."""
     num_chunks: _builtins.int

@@ -266,6 +266,7 @@ class Options:
     class_timeout_s: Mapping[str, float] = field(default_factory=dict)
     max_pending_texts: int = 16
     max_retries: int = 0
+    shares_prefixes: bool = False
     tracer: Tracer = field(default_factory=lambda: NoOpTracerProvider().get_tracer("test"))
 
 
@@ -339,6 +340,7 @@ def gateway_server(parts: Deployment, channels: ChannelPool, options: Options) -
             )
             for name, limits in CLASSES.items()
         ),
+        shares_prefixes=options.shares_prefixes,
     )
     requests = RequestSettings(
         clock=SystemClock(),

@@ -13,6 +13,7 @@ from baton.core.workers import WorkerState
 from baton.rpc.errors import from_call
 from baton.v1 import common_pb2, gateway_pb2, prefill_pb2
 from tests.integration.gateway.harness import (
+    Options,
     events_of,
     eventually,
     finished,
@@ -380,6 +381,14 @@ async def test_a_tenant_that_is_no_name_is_refused(deployment: Deployment) -> No
         await deployment.stub.Complete(gateway_pb2.GenerateRequest(text="x"), metadata=(("x-baton-tenant", "a|b"),))
     error = from_call(caught.value)
     assert (caught.value.code(), error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "x-baton-tenant")
+
+
+@pytest.mark.parametrize(("options", "salts"), [(Options(), {"a", "b"}), (Options(shares_prefixes=True), {""})])
+async def test_tenants_share_cached_beginnings_only_where_it_is_set(deployment: Deployment, salts: set[str]) -> None:
+    for tenant in "ab":
+        request = gateway_pb2.GenerateRequest(text="x", stop=common_pb2.StopConditions(max_tokens=1))
+        await deployment.stub.Complete(request, metadata=(("x-baton-tenant", tenant),))
+    assert {request.cache_salt for request in deployment.prefill.requests} == salts
 
 
 async def test_an_echo_comes_before_the_output_and_is_no_part_of_its_ids(deployment: Deployment) -> None:

@@ -243,6 +243,7 @@ class Client:
                     sampling = changes.get("sampling", GREEDY)
                     if sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1.0:
                         changes = changes | {"prompt_token_ids": token_ids}
+                    changes = {name: value for name, value in changes.items() if name != "cache_salt"}
                     await self._decode_into(answer, attempt_id, event.first_token, changes)
         kinds = [event.WhichOneof("event") for event in answer.prefill_events]
         assert kinds == ["started", "first_token", "released"]

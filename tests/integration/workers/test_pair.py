@@ -74,6 +74,31 @@ async def test_tokens_equal_transformers_alone_and_all_at_once(pair, reference):
         await client.assert_all_free()
 
 
+async def test_a_shared_beginning_is_computed_once_and_changes_no_token(pair, reference):
+    beginning = prompt(100, 50)
+    prompts = [[*beginning, *prompt(length, length)] for length in (5, 30, 44)]
+    async with pair.client() as client:
+        answers = [
+            await client.generate(f"shared-{index}", ids, max_tokens=12, cache_salt="one")
+            for index, ids in enumerate([*prompts, prompts[0]])
+        ]
+        assert [answer.tokens for answer in answers] == [reference(ids, 12) for ids in [*prompts, prompts[0]]]
+        cached = [answer.prefill_events[1].first_token.cached_tokens for answer in answers]
+        assert cached == [0, 96, 96, 96]
+        # While several read the same blocks at once, each under a lease of its own.
+        again = await asyncio.gather(
+            *(client.generate(f"again-{index}", prompts[2], max_tokens=12, cache_salt="one") for index in range(6))
+        )
+        assert all(answer.tokens == answers[2].tokens for answer in again)
+        assert {answer.prefill_events[1].first_token.cached_tokens for answer in again} == {128}
+        other = await client.generate("other", prompts[0], max_tokens=12, cache_salt="two")
+        assert other.prefill_events[1].first_token.cached_tokens == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.generate("salted", prompts[0], cache_salt="x" * 129)
+        assert from_call(caught.value).field == "cache_salt"
+        await client.assert_all_free()
+
+
 async def test_a_first_token_that_is_the_last_keeps_no_cache(pair, reference):
     expected = reference(prompt(20), 1)
     async with pair.client() as client:

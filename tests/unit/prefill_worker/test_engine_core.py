@@ -14,6 +14,7 @@ from baton.core.errors import (
 )
 from baton.core.generation import FinishReason, LogprobOptions, SamplingParams, StopRule, Structure, StructureKind
 from baton.core.model import KVLayout
+from baton.core.prefixes import PrefixDigests
 from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
@@ -21,7 +22,7 @@ from baton.worker.messages import Cancel, Failed
 from kv_transfer.lease import LeaseOutcome, LeaseTable
 from prefill_worker.engine_core import PrefillCore
 from prefill_worker.messages import PromptDone, PromptScored, Released, ReleaseLease, RenewLease, Started, Submit
-from prefill_worker.scheduler import PrefillLimits
+from prefill_worker.scheduler import PrefillLimits, PrefillScheduler
 
 GREEDY = SamplingParams(temperature=0.0)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
@@ -67,14 +68,15 @@ def regex(text: str) -> Structure:
 class Bench:
     """A prefill engine without processes: commands are given and turns are taken by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prefix_cache: bool = True) -> None:
         self.clock = ManualClock()
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
         self.fences = Fences()
         self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
         limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, oldest_share=0.25)
         leases = LeaseTable(self.fences, self.clock, lease_s=LEASE_S)
-        self.core = PrefillCore(self.pool, limits, leases, self.clock, Structures())
+        scheduler = PrefillScheduler(self.pool, limits, PrefixDigests(LAYOUT.block_size) if prefix_cache else None)
+        self.core = PrefillCore(scheduler, leases, self.clock, Structures())
         self.loop = EngineLoop(self.core, self.executor, self.clock, interrupts=self.core)
 
     def turn(self, *commands, during=()):
@@ -257,7 +259,7 @@ def test_a_prompt_that_is_not_much_shorter_waits_for_the_end_of_the_step(bench):
 
 
 def test_those_who_interrupt_leave_the_oldest_its_share(bench):
-    chats = [submit(name, 8) for name in "abcd"]
+    chats = [replace(submit(name, 8), token_ids=[ord(name)] * 8) for name in "abcd"]
     # A fourth of all tokens is the oldest's: 24 of others for the 8 of its step. A sequence slot is its own, too.
     bench.turn(submit("long", 40), during=(chats,))
     sizes = [[(piece.attempt_id, len(piece.token_ids)) for piece in plan.slices] for plan in bench.executor.plans]
@@ -360,3 +362,82 @@ def test_an_earlier_output_counts_for_the_structure(bench):
     [failed] = bench.run_dry(replace(resumed, attempt_id="b", structure=regex("3")))
     assert isinstance(failed.error, OutOfRangeError)
     bench.assert_clean()
+
+
+def cached_tokens(events) -> list[int]:
+    return [event.num_cached_tokens for event in events if isinstance(event, PromptDone)]
+
+
+@pytest.mark.parametrize(("prefix_cache", "expected"), [(True, 16), (False, 0)])
+def test_a_prompt_begins_where_another_ones_blocks_end(prefix_cache, expected):
+    bench = Bench(prefix_cache=prefix_cache)
+    first = bench.run_dry(submit("a", 18))
+    # The first is still held: both have the blocks, and each its own last one.
+    second = bench.run_dry(submit("b", 18))
+    assert (cached_tokens(first), cached_tokens(second)) == ([0], [expected])
+    assert second[-1].token_id == first[-1].token_id
+    assert bench.pool.num_used == (6 if prefix_cache else 10)
+    assert first[-1].cache.block_ids[-1] != second[-1].cache.block_ids[-1]
+    bench.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.CONSUMED))
+    assert bench.pool.num_used == 5
+    bench.turn(ReleaseLease(lease_id="lease-b", outcome=LeaseOutcome.CONSUMED))
+    bench.assert_clean()
+    assert cached_tokens(bench.run_dry(submit("c", 21))) == [expected]
+
+
+def test_the_last_token_is_computed_also_where_all_blocks_are_known(bench):
+    bench.run_dry(submit("a", 16))
+    assert cached_tokens(bench.run_dry(submit("b", 16))) == [12]
+    assert bench.executor.plans[-1].num_tokens == 4
+
+
+def test_tenants_do_not_find_each_others_prompts(bench):
+    for attempt_id, salt, expected in (("a", "x", 0), ("b", "y", 0), ("c", "x", 8)):
+        assert cached_tokens(bench.run_dry(replace(submit(attempt_id, 10), cache_salt=salt))) == [expected]
+
+
+def test_a_prompt_that_is_scored_is_computed_whole_and_serves_others(bench):
+    bench.run_dry(submit("a", 10))
+    scored = replace(submit("b", 14), logprobs=LogprobOptions(prompt_top=0))
+    assert cached_tokens(bench.run_dry(scored)) == [0]
+    assert cached_tokens(bench.run_dry(submit("c", 14))) == [12]
+
+
+def test_a_step_that_fails_leaves_nothing_to_be_found(bench):
+    bench.turn(submit("a", 20))
+    healthy = bench.executor.execute
+
+    def broken(plan):
+        raise RuntimeError
+
+    bench.executor.execute = broken
+    bench.turn()
+    bench.executor.execute = healthy
+    # The first step was committed, 8 tokens; the second never.
+    assert cached_tokens(bench.run_dry(submit("b", 20))) == [8]
+
+
+def test_what_a_cancelled_prompt_has_computed_is_not_lost(bench):
+    bench.turn(submit("a", 20))
+    bench.turn(Cancel(attempt_id="a"))
+    assert cached_tokens(bench.run_dry(submit("b", 20))) == [8]
+
+
+def test_prompts_that_come_together_compute_their_common_beginning_once(bench):
+    events = bench.run_dry(submit("a", 30), submit("b", 31))
+    assert sum(plan.num_tokens for plan in bench.executor.plans) < 30 + 31 - 16
+    assert sorted(cached_tokens(events))[0] < 8 <= sorted(cached_tokens(events))[1]
+
+
+def test_a_prompt_that_only_fits_beside_the_one_it_shares_with_starts(bench):
+    bench.run_dry(submit("a", 4 * (NUM_BLOCKS - 1)))
+    events = bench.run_dry(submit("b", 4 * (NUM_BLOCKS - 1) - 2))
+    assert cached_tokens(events) == [4 * (NUM_BLOCKS - 2)]
+    assert bench.pool.num_free == 0
+
+
+def test_a_hit_is_short_for_the_scheduler(bench):
+    bench.run_dry(submit("a", 40))
+    other = replace(submit("c", 20), token_ids=list(range(100, 120)))
+    events = bench.run_dry(other, submit("b", 42))
+    assert [event.attempt_id for event in events if isinstance(event, PromptDone)] == ["b", "c"]
