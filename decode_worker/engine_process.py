@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.core.clock import SystemClock
+from baton.core.workers import WorkerRole
 from baton.engine.block_pool import BlockPool
 from baton.rpc.channels import client_options
 from baton.rpc.errors import from_call
@@ -45,7 +46,7 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
     def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
         return KVPool(layout, num_blocks, device=settings.engine.device)
 
-    loaded = load(settings.model, settings.engine, make_pool)
+    loaded = load(WorkerRole.DECODE, settings, make_pool)
     facts = loaded.facts
     open_reader = ReaderFactory(
         channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),

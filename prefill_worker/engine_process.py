@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.clock import SystemClock
 from baton.core.prefixes import PrefixDigests
+from baton.core.workers import WorkerRole
 from baton.engine.block_pool import BlockPool
 from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
@@ -66,7 +67,7 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         return KVPool(layout, num_blocks, storage=pool.storage)
 
     try:
-        loaded = load(settings.model, settings.engine, make_pool)
+        loaded = load(WorkerRole.PREFILL, settings, make_pool)
         (pool,) = pools
         clock = SystemClock()
         leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)

@@ -158,6 +158,42 @@ def status(address: Address = DEFAULT_ADDRESS) -> None:
 
 
 @app.command()
+def plan(  # noqa: PLR0913 flags of the command
+    model: Annotated[Path, typer.Argument(help="Model folder or its config.json; no weights are needed.")],
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of a prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    memory: Annotated[str | None, typer.Option(help="Plan for so much memory (80GiB) instead of what is here.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings of the workers.")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of both: engine.dtype=float32. May be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs; sizes in bytes.")] = False,
+) -> None:
+    """Show what workers will hold of a model, how many requests fit, and what does not; nothing is loaded.
+
+    Settings come from where the workers take them: --set, the environment, the file. Exit code 1 when it does not fit.
+    """
+    from baton.cli.plan import Deployment, Lengths, plan_as_json, show_plan
+
+    flags = ["--model.path", str(model)] + (["--config", str(config)] if config is not None else [])
+    for text in setting or []:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
+        flags += [f"--{name}", value]
+    lengths = Lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    with _one_line_errors():
+        deployment = Deployment.load(flags, memory)
+        if as_json:
+            print(plan_as_json(deployment, lengths))
+        else:
+            show_plan(deployment, lengths, Console())
+        if deployment.faults():
+            raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command()
 def simulate(  # noqa: PLR0913 flags of the command
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,

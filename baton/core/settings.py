@@ -135,8 +135,17 @@ class EngineSettings(Section):
         description="Type of weights, activations and KV cache; auto: bfloat16 where that is fast, else float32",
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Positions in a KV block, tokens")
-    kv_cache_bytes: ByteSize = Field(
-        default=ByteSize(1024**3), ge=1024**2, description="Size of the KV pool, bytes; 512MiB and the like are read"
+    kv_cache_bytes: ByteSize | None = Field(
+        default=None,
+        ge=1024**2,
+        description="Size of the KV pool, bytes (512MiB and the like are read); None: by memory_fraction",
+    )
+    memory_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the device's (on a CPU: the container's) memory that the worker takes; the pool gets what"
+        " the rest leaves of it. None: 0.4, and on a CPU a pool of 1 GiB at most",
     )
     # A short prompt waits for the step of a long one: on a CPU 128 tokens take a good part of a second already.
     max_num_batched_tokens: int = Field(

@@ -54,7 +54,10 @@ class DecoderConfig:
 
     @classmethod
     def from_folder(cls, path: Path) -> DecoderConfig:
-        """Reads `path`/config.json. Blocks. Raises StartupError naming the feature or fault that stops it."""
+        """Reads `path`/config.json, or `path` itself if it is a file. Blocks.
+
+        Raises StartupError naming the feature or fault that stops it.
+        """
         raw = _read_json(path)
         family = raw.get("model_type")
         if family not in FAMILIES:
@@ -64,7 +67,7 @@ class DecoderConfig:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises errors of many unrelated classes for a bad config
             reason = " ".join(str(error).split())
-            raise StartupError(f"{path}/config.json: {reason}") from error
+            raise StartupError(f"{path}: config.json: {reason}") from error
         return cls._from_transformers(path, family, config)
 
     @classmethod
@@ -127,7 +130,7 @@ class DecoderConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
+    file = path if path.is_file() else path / "config.json"
     try:
         raw = json.loads(file.read_bytes())
     except OSError as error:

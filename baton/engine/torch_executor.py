@@ -12,6 +12,7 @@ from baton.engine.batch import BatchPlan, SequenceSlice, StepOutput
 from baton.engine.kv_pool import torch_dtype
 from baton.engine.logits import apply_rules
 from baton.engine.logprobs import logprobs_of
+from baton.engine.memory_plan import SCORED_ROWS
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.decoder import NativeDecoder
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from baton.engine.cores import CoreShare
     from baton.engine.kv_pool import KVPool
     from baton.engine.rank_group import RankGroup
-
-_SCORED_ROWS = 64
 
 
 class TorchExecutor:
@@ -171,8 +170,8 @@ class TorchExecutor:
     def _score(self, hidden: torch.Tensor, scored: ScoredIds) -> list[TokenLogprobs]:
         """In parts: the logits of a whole chunk are large."""
         logprobs: list[TokenLogprobs] = []
-        for first in range(0, len(scored.token_ids), _SCORED_ROWS):
-            token_ids = scored.token_ids[first : first + _SCORED_ROWS]
+        for first in range(0, len(scored.token_ids), SCORED_ROWS):
+            token_ids = scored.token_ids[first : first + SCORED_ROWS]
             logits = self._model.logits(hidden[first : first + len(token_ids)])
             logprobs += logprobs_of(logits, token_ids, [scored.top] * len(token_ids))
         return logprobs

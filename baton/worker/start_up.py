@@ -20,10 +20,13 @@ from baton.core.model import KVLayout, ModelFingerprint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.core.settings import EngineSettings, ModelSettings
+    from baton.core.settings import ModelSettings
+    from baton.core.workers import WorkerRole
     from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
+    from baton.engine.memory_plan import MemoryPlan
     from baton.structure.compiler import StructureCompiler
+    from baton.worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
 
@@ -63,14 +66,21 @@ def phase(name: str) -> Iterator[None]:
     _log.info("start-up phase done", extra={"phase": name, "duration_s": round(time.monotonic() - start_s, 3)})
 
 
-def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLayout, int], KVPool]) -> Loaded:
+def load(
+    role: WorkerRole, settings: WorkerSettings, make_pool: Callable[[KVLayout, int], KVPool], *, swap_bytes: int = 0
+) -> Loaded:
     """Imports torch, makes the pool with `make_pool(layout, num_blocks)`, loads and warms the model up. Blocks.
 
-    Raises StartupError in one line when the folder, a setting or the memory is not as it must be.
+    The caller will take `swap_bytes` of host memory besides. Raises StartupError in one line when the folder, a setting
+    or the memory is not as it must be.
     """
+    model, engine = settings.model, settings.engine
     with phase("import"):
         from baton.engine.cores import CoreShare
+        from baton.engine.memory_limit import memory_of
+        from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
         from baton.engine.model_config import DecoderConfig
+        from baton.engine.native.build import compiler
         from baton.engine.precision import resolve_dtype
         from baton.engine.threads import use_threads
         from baton.engine.torch_executor import TorchExecutor
@@ -78,12 +88,21 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
     use_threads(engine.num_threads)
     with phase("configure"):
         dtype = resolve_dtype(engine.dtype, engine.device)
-        layout = DecoderConfig.from_folder(model.path).kv_layout(engine.block_size, dtype)
-    num_blocks = engine.kv_cache_bytes // layout.block_bytes
-    if num_blocks == 0:
-        raise StartupError(f"engine.kv_cache_bytes: {engine.kv_cache_bytes} is less than a block, {layout.block_bytes}")
+        config = DecoderConfig.from_folder(model.path)
+        needs = WorkerNeeds(
+            role=role,
+            config=config,
+            layout=config.kv_layout(engine.block_size, dtype),
+            engine=engine,
+            max_context_tokens=model.max_context_tokens,
+            by_kernels=engine.device == "cpu" and compiler() is not None,
+            swap_bytes=swap_bytes,
+        )
+        plan = MemoryPlan.make(needs, memory_of(engine.device))
+        plan.require_fits()
+        _tell(plan)
     with phase("allocate"):
-        pool = make_pool(layout, num_blocks)
+        pool = make_pool(needs.layout, plan.num_blocks)
     with phase("load"), ThreadPoolExecutor(1) as threads:
         # Beside the load, which reads the same pages: hashing keeps no other thread from running.
         verifying = threads.submit(verify_weights, model.path)
@@ -105,13 +124,39 @@ def load(model: ModelSettings, engine: EngineSettings, make_pool: Callable[[KVLa
             raise StartupError(f"{model.path}: the first step failed: {error}") from error
     facts = EngineFacts(
         fingerprint=fingerprint,
-        layout=layout,
+        layout=needs.layout,
         num_blocks=pool.num_blocks,
         vocab_size=executor.vocab_size,
         max_context_tokens=_max_context_tokens(model, executor.max_context_tokens),
         takes_structure=structures is not None,
     )
     return Loaded(executor=executor, pool=pool, structures=structures, facts=facts)
+
+
+def _tell(plan: MemoryPlan) -> None:
+    """Logs the plan, and what of it the user may not expect."""
+    from baton.engine.memory_limit import available_bytes
+    from baton.engine.memory_plan import gib
+
+    _log.info(
+        "memory planned",
+        extra={
+            "weight_bytes": plan.weight_bytes,
+            "kv_bytes": plan.kv_bytes,
+            "step_bytes": plan.step_bytes,
+            "total_bytes": plan.total_bytes,
+            "limit_bytes": plan.memory.usable_bytes,
+        },
+    )
+    if plan.num_tokens < plan.needs.context_tokens:
+        _log.warning(
+            "the KV pool of %s holds %d tokens: longer sequences are refused, though the model takes %d",
+            gib(plan.kv_bytes),
+            plan.num_tokens,
+            plan.needs.context_tokens,
+        )
+    if plan.memory.is_host and plan.total_bytes > (free := available_bytes()):
+        _log.warning("the worker will take up to %s, and the machine has %s left now", gib(plan.total_bytes), gib(free))
 
 
 def _max_context_tokens(model: ModelSettings, model_limit: int) -> int:

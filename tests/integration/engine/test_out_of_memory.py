@@ -43,7 +43,7 @@ class Engine:
         layout = DecoderConfig.from_folder(folder).kv_layout(16, "float32")
         executor = TorchExecutor.from_folder(folder, pool=KVPool(layout, NUM_BLOCKS))
         executor.warm_up()
-        limits = PrefillLimits(max_num_batched_tokens=2 * LONG, max_num_seqs=8, guaranteed_tokens=2 * LONG)
+        limits = PrefillLimits(max_num_batched_tokens=2 * LONG, max_num_seqs=8, oldest_share=1.0)
         self.blocks = BlockPool(NUM_BLOCKS, 16)
         self.core = PrefillCore(self.blocks, limits, LeaseTable(Fences(), SystemClock(), lease_s=60.0), SystemClock())
         self.loop = EngineLoop(self.core, executor, SystemClock())

@@ -1,11 +1,11 @@
-"""An engine's start finds weights out that would only cost requests later."""
+"""An engine's start finds out what would only cost requests later: weights, and memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from baton.core.errors import StartupError
 from baton.core.manifest import MANIFEST_NAME
 from baton.core.settings import EngineSettings, ModelSettings
+from baton.core.workers import WorkerRole
 from baton.engine.kv_pool import KVPool
-from baton.worker.start_up import load
+from baton.engine.memory_limit import host_memory
+from baton.worker.settings import WorkerSettings
+from baton.worker.start_up import Loaded, load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +29,10 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_model, tmp_path / "model")
 
 
-def start(folder: Path) -> None:
-    engine = EngineSettings(dtype="float32", kv_cache_bytes=1024**2, num_threads=torch.get_num_threads())
-    load(ModelSettings(path=folder), engine, KVPool)
+def start(folder: Path, *, max_context_tokens: int | None = None, **engine: Any) -> Loaded:
+    fields = {"dtype": "float32", "kv_cache_bytes": 1024**2, "num_threads": torch.get_num_threads()} | engine
+    model = ModelSettings(path=folder, max_context_tokens=max_context_tokens)
+    return load(WorkerRole.DECODE, WorkerSettings(model=model, engine=EngineSettings(**fields)), KVPool)
 
 
 def test_weights_that_differ_from_the_manifest_are_refused_by_name(folder: Path) -> None:
@@ -51,3 +55,26 @@ def test_weights_that_give_no_numbers_do_not_serve(folder: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(StartupError, match="the first step failed: the model's logits are not finite"):
         start(folder)
+
+
+def test_a_pool_that_the_memory_does_not_have_is_refused_before_anything_is_taken(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(StartupError, match=r"engine\.kv_cache_bytes: .* of KV blocks and .* are more than the"):
+        start(folder, kv_cache_bytes=host_memory().usable_bytes)
+
+
+def test_a_pool_below_the_context_that_is_set_is_refused_and_one_below_the_models_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start(folder).facts.capacity_tokens < 4096
+    assert "longer sequences are refused, though the model takes 4096" in caplog.text
+    with pytest.raises(StartupError, match=r"model\.max_context_tokens: a sequence of 4000 tokens needs"):
+        start(folder, max_context_tokens=4000)
+
+
+def test_a_fraction_of_the_memory_sizes_the_pool(folder: Path) -> None:
+    fraction = 0.05
+    pool = start(folder, kv_cache_bytes=None, memory_fraction=fraction).pool
+    pool_bytes = pool.tensor.numel() * 4
+    assert 0.5 * fraction * host_memory().total_bytes - (600 << 20) < pool_bytes
+    assert pool_bytes < fraction * host_memory().total_bytes

@@ -77,7 +77,7 @@ def test_defaults_and_the_name_of_the_folder() -> None:
     assert settings.model == ModelSettings(path=Path("/models/tiny"), name="tiny")
     assert settings.redis.url == "redis://127.0.0.1:6379/0"
     assert settings.server.max_message_bytes == 4 * 1024 * 1024
-    assert settings.engine.kv_cache_bytes == 1024**3
+    assert settings.engine.kv_cache_bytes is None
     assert settings.engine.num_threads >= 1
 
 

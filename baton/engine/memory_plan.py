@@ -1,0 +1,224 @@
+"""What a worker will hold, known before anything is loaded, and how large its KV pool may be.
+
+One rule: `engine.kv_cache_bytes` wins where it is set. Else the worker as a whole takes `engine.memory_fraction` of
+its memory, and the pool gets what weights, a step and the processes leave of that. Without either the fraction is
+0.4, so that a prefill and a decode worker fit beside each other, and on a CPU the pool is 1 GiB at most: the machine is
+not this worker's alone, and a pool in shared memory is taken in full at the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from baton.core.errors import StartupError
+from baton.core.workers import WorkerRole
+from baton.engine.sizing import StepShape, count_parameters, step_bytes
+
+if TYPE_CHECKING:
+    from baton.core.model import KVLayout
+    from baton.core.settings import EngineSettings
+    from baton.engine.memory_limit import MemoryLimit
+    from baton.engine.model_config import DecoderConfig
+    from baton.engine.sizing import Parameters, StepBytes
+
+DEFAULT_FRACTION = 0.4
+DEFAULT_HOST_POOL_BYTES = 1 << 30
+# Rows of a prompt whose log-probabilities are computed at a time.
+SCORED_ROWS = 64
+# Both processes of a worker before the model: interpreters, PyTorch, the other libraries, their threads' heaps.
+HOST_PROCESS_BYTES = 512 << 20
+# What CUDA keeps for a context and its libraries.
+DEVICE_PROCESS_BYTES = 768 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNeeds:
+    """What decides over a worker's memory. `swap_bytes` is host memory for blocks that left the pool."""
+
+    role: WorkerRole
+    config: DecoderConfig
+    layout: KVLayout
+    engine: EngineSettings
+    max_context_tokens: int | None
+    by_kernels: bool
+    swap_bytes: int = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence that the model or the setting allows."""
+        return self.config.max_positions if self.max_context_tokens is None else self.max_context_tokens
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all of it is host memory."""
+        return self.engine.device == "cpu"
+
+    def largest_step(self) -> StepBytes:
+        """What the largest step takes."""
+        is_decode = self.role is WorkerRole.DECODE
+        num_seqs, num_tokens = self.engine.max_num_seqs, self.engine.max_num_batched_tokens
+        # On a CPU another step may run in the pauses of a prefill step.
+        num_steps = 2 if self.on_cpu and not is_decode else 1
+        step = StepShape(
+            num_tokens=num_seqs if is_decode else num_tokens * num_steps,
+            num_sampled=min(num_seqs, num_tokens),
+            num_scored=0 if is_decode else SCORED_ROWS,
+            num_keys=self.context_tokens * (num_seqs if is_decode else num_steps),
+            is_decode=is_decode,
+            by_kernels=self.by_kernels,
+        )
+        return step_bytes(self.config, self.layout, step, on_cpu=self.on_cpu)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a worker will hold, in bytes. `kv_bytes` is what the rule gives: it may be less than a block, or below 0."""
+
+    needs: WorkerNeeds
+    memory: MemoryLimit
+    parameters: Parameters
+    weight_bytes: int
+    process_bytes: int
+    step: StepBytes
+    kv_bytes: int
+
+    @classmethod
+    def make(cls, needs: WorkerNeeds, memory: MemoryLimit) -> MemoryPlan:
+        """Computes the plan; see the module for the rule."""
+        parameters = count_parameters(needs.config)
+        plan = cls(
+            needs=needs,
+            memory=memory,
+            parameters=parameters,
+            weight_bytes=parameters.total * needs.layout.element_bytes,
+            process_bytes=HOST_PROCESS_BYTES if needs.on_cpu else DEVICE_PROCESS_BYTES,
+            step=needs.largest_step(),
+            kv_bytes=0,
+        )
+        return replace(plan, kv_bytes=plan._chosen_kv_bytes())
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks in the pool."""
+        return max(0, self.kv_bytes // self.needs.layout.block_bytes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions in the pool."""
+        return self.num_blocks * self.needs.layout.block_size
+
+    @property
+    def token_bytes(self) -> int:
+        """KV cache of one position."""
+        return self.needs.layout.block_bytes // self.needs.layout.block_size
+
+    @property
+    def step_bytes(self) -> int:
+        """What the largest step allocates."""
+        return self.step.with_cache(self.num_tokens)
+
+    @property
+    def swap_bytes(self) -> int:
+        """Swap space that lies in the same memory as the rest."""
+        return self.needs.swap_bytes if self.needs.on_cpu else 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it, with whole blocks."""
+        pool_bytes = self.num_blocks * self.needs.layout.block_bytes
+        return self.weight_bytes + self.process_bytes + self.swap_bytes + self.step_bytes + pool_bytes
+
+    @property
+    def largest_kv_bytes(self) -> int:
+        """The largest pool that the whole memory would leave room for; below 0 when the rest does not fit already."""
+        return self._pool_of(self.memory.usable_bytes)
+
+    def max_sequences(self, prompt_tokens: int, output_tokens: int) -> int:
+        """How many such sequences the worker holds at a time."""
+        output = output_tokens if self.needs.role is WorkerRole.DECODE else 0
+        by_blocks = self.num_blocks // self.needs.layout.blocks_for(prompt_tokens + output)
+        return min(by_blocks, self.needs.engine.max_num_seqs)
+
+    def faults(self) -> list[str]:
+        """What keeps the worker from starting, a line each that names fields and numbers; empty when all fits."""
+        if self.largest_kv_bytes < self.needs.layout.block_bytes:
+            return [
+                f"model.path: {self._rest()} leave no room for KV blocks in the {gib(self.memory.usable_bytes)} of"
+                f" {self.memory.name}: {self._smaller()}"
+            ]
+        if self.num_blocks == 0:
+            return [self._no_block()]
+        if self.total_bytes > self.memory.usable_bytes:
+            return [
+                f"{self._field}: {gib(self.kv_bytes)} of KV blocks and {self._rest()} are more than the"
+                f" {gib(self.memory.usable_bytes)} of {self.memory.name}: at most {gib(self.largest_kv_bytes)} of KV"
+                " blocks fit"
+            ]
+        wanted = self.needs.max_context_tokens
+        if wanted is not None and wanted > self.num_tokens:
+            return [
+                f"model.max_context_tokens: a sequence of {wanted} tokens needs {gib(wanted * self.token_bytes)} of KV"
+                f" blocks, the pool has {gib(self.kv_bytes)} for {self.num_tokens} tokens: raise {self._field} or lower"
+                " model.max_context_tokens"
+            ]
+        return []
+
+    def require_fits(self) -> None:
+        """Raises StartupError with what `faults` says."""
+        if faults := self.faults():
+            raise StartupError("; ".join(faults))
+
+    @property
+    def _field(self) -> str:
+        """The setting that decided over the pool's size."""
+        engine = self.needs.engine
+        is_fraction = engine.kv_cache_bytes is None and engine.memory_fraction is not None
+        return "engine.memory_fraction" if is_fraction else "engine.kv_cache_bytes"
+
+    def _rest(self) -> str:
+        parts = [f"{gib(self.weight_bytes)} of weights", f"{gib(self.step_bytes)} for a step"]
+        parts += [f"{gib(self.swap_bytes)} of swap space"] if self.swap_bytes else []
+        return ", ".join(parts) + f" and {gib(self.process_bytes)} for the processes"
+
+    def _no_block(self) -> str:
+        block = gib(self.needs.layout.block_bytes)
+        engine = self.needs.engine
+        if engine.kv_cache_bytes is not None:
+            return f"engine.kv_cache_bytes: {gib(engine.kv_cache_bytes)} is less than a block, {block}"
+        fraction = DEFAULT_FRACTION if engine.memory_fraction is None else engine.memory_fraction
+        share = int(fraction * self.memory.total_bytes)
+        return (
+            f"engine.memory_fraction: {fraction:g} of {gib(self.memory.total_bytes)} ({self.memory.name}) is"
+            f" {gib(share)}, and {self._rest()} leave no KV block of {block}: raise it or set engine.kv_cache_bytes,"
+            f" of which {gib(self.largest_kv_bytes)} fit"
+        )
+
+    def _smaller(self) -> str:
+        help_ = [] if self.needs.layout.element_bytes == 2 else ["engine.dtype bfloat16 halves the weights"]
+        help_.append("a lower engine.max_num_batched_tokens or engine.max_num_seqs makes steps smaller")
+        return "; ".join(help_)
+
+    def _chosen_kv_bytes(self) -> int:
+        engine = self.needs.engine
+        if engine.kv_cache_bytes is not None:
+            return int(engine.kv_cache_bytes)
+        fraction = DEFAULT_FRACTION if engine.memory_fraction is None else engine.memory_fraction
+        chosen = self._pool_of(int(fraction * self.memory.total_bytes))
+        if engine.memory_fraction is None and self.memory.is_host:
+            return min(chosen, DEFAULT_HOST_POOL_BYTES)
+        return chosen
+
+    def _pool_of(self, budget_bytes: int) -> int:
+        """The pool that leaves room for the rest within a budget."""
+        left = budget_bytes - self.weight_bytes - self.process_bytes - self.swap_bytes
+        return self.step.most_cache(left, self.token_bytes)
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes for people: whole KiB or MiB below a GiB, else two digits after the point."""
+    if abs(num_bytes) >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.2f} GiB"
+    if abs(num_bytes) >= 1 << 20:
+        return f"{num_bytes / (1 << 20):.0f} MiB"
+    return f"{num_bytes / (1 << 10):.0f} KiB"

@@ -1,0 +1,129 @@
+"""How much memory a model takes, from its configuration alone: weights, KV cache, and what one step allocates.
+
+Pure arithmetic; imports no torch. Tests hold it against files, pools and steps that were measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.core.model import KVLayout
+    from baton.engine.model_config import DecoderConfig
+
+_FLOAT32_BYTES = 4
+# Of a sampled row's logits: the model's, those after the rules, and what a draw makes of them (shifted, divided,
+# probabilities, filtered, sums in float64, comparisons).
+_SAMPLING_BYTES = 44
+# The same of a prompt's row whose log-probabilities are asked for.
+_SCORING_BYTES = 12
+# Two slabs of weights that the device cannot multiply, widened: one in use, one just made.
+_WIDENED_BYTES = 8 << 20
+# The decode kernels keep a partial result for each so many keys of a row, and room for a quarter more.
+_SPAN_KEYS, _SPAN_SLACK = 128, 1.25
+# PyTorch's attention pads each one-token row to at most twice its keys.
+_PADDING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of each part of a model, biases included; `head` is 0 where it is the embeddings again."""
+
+    embeddings: int
+    attention: int
+    mlp: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(astuple(self))
+
+
+def count_parameters(config: DecoderConfig) -> Parameters:
+    """What the weight files of this model hold."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = queries + 2 * keys
+    attention = hidden * qkv + queries * hidden + qkv * config.qkv_bias + hidden * config.output_bias
+    mlp = 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
+    norms = 2 * hidden + 2 * config.head_dim * config.qk_norm
+    return Parameters(
+        embeddings=config.vocab_size * hidden,
+        attention=config.num_layers * attention,
+        mlp=config.num_layers * mlp,
+        norms=config.num_layers * norms + hidden,
+        head=0 if config.tied_embeddings else config.vocab_size * hidden,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """The largest step of a worker: its tokens, the rows that are sampled, those scored at a time, the keys it sees.
+
+    `is_decode`: one token a sequence. `by_kernels`: such rows are computed by the project's own CPU kernels.
+    """
+
+    num_tokens: int
+    num_sampled: int
+    num_scored: int
+    num_keys: int
+    is_decode: bool
+    by_kernels: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """What a step allocates, the larger of two: while layers run, and while tokens are chosen.
+
+    `layers` in any case, `each_key` for each cached position that it sees, up to `most_keys` of them.
+    """
+
+    layers: int
+    each_key: float
+    most_keys: int
+    choosing: int
+
+    def with_cache(self, num_tokens: int) -> int:
+        """The bytes of a step over a cache that holds so many positions."""
+        return max(self.layers + int(self.each_key * min(num_tokens, self.most_keys)), self.choosing)
+
+    def most_cache(self, num_bytes: int, token_bytes: int) -> int:
+        """The largest cache, in bytes, for which it and the step fit into `num_bytes`; below 0 when the step doesn't.
+
+        `token_bytes` is the cache of one position.
+        """
+        left = num_bytes - self.layers
+        growing = int(left / (1 + self.each_key / token_bytes))
+        return min(max(growing, left - int(self.each_key * self.most_keys)), num_bytes - self.choosing)
+
+
+def step_bytes(config: DecoderConfig, layout: KVLayout, step: StepShape, *, on_cpu: bool) -> StepBytes:
+    """Upper bounds of what a step allocates besides weights and cache."""
+    logits = max(step.num_sampled * _SAMPLING_BYTES, step.num_scored * _SCORING_BYTES) * config.vocab_size
+    if step.is_decode and step.by_kernels:
+        rows = step.num_tokens * _row_values(config) * _FLOAT32_BYTES
+        spans = config.num_heads * (config.head_dim + 2) * _FLOAT32_BYTES * _SPAN_SLACK / _SPAN_KEYS
+        # They keep their room between steps.
+        return StepBytes(layers=rows + logits, each_key=spans, most_keys=step.num_keys, choosing=0)
+    # On a CPU intermediate results are wider than the weights where it cannot multiply their type.
+    element = _FLOAT32_BYTES if on_cpu else layout.element_bytes
+    is_widened = element != layout.element_bytes
+    # Keys and values of one layer are gathered, and widened where attention computes in another type.
+    gathered = 2 * config.num_kv_heads * config.head_dim * (layout.element_bytes + (element if is_widened else 0))
+    masks = step.num_tokens * (element * len(set(config.sliding_windows)) + 2)
+    return StepBytes(
+        layers=step.num_tokens * _row_values(config) * element + (_WIDENED_BYTES if is_widened else 0),
+        each_key=_PADDING * (gathered + element) if step.is_decode else gathered + masks,
+        most_keys=step.num_keys,
+        choosing=step.num_tokens * config.hidden_size * element + logits,
+    )
+
+
+def _row_values(config: DecoderConfig) -> int:
+    """Values of one token that are alive at once: in the MLP, or in attention, with what stays from before."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    kept = 4 * config.hidden_size + (queries + 2 * keys) + 2 * keys + queries + 2 * config.head_dim
+    return kept + max(4 * config.intermediate_size, 3 * queries + 2 * keys)
