@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from opentelemetry import context as otel_context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.rpc.errors import code_of
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 # Probes are many and say nothing.
 _UNTRACED = ("/grpc.health.", "/grpc.reflection.")
+# What workers ask each other belongs to a request's trace. Where it has none (probes of peers; pulls by an engine,
+# whose server records the handover as a whole), a trace of its own would tell nobody anything.
+_NEVER_ROOT = "/baton.v1.KvTransferService/"
 _TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 # A server's span is an error when the server is at fault; a client's span is one whenever the call failed.
 _SERVER_FAULTS = frozenset(
@@ -62,11 +65,13 @@ class TracingServerInterceptor(grpc.aio.ServerInterceptor):
             for key, value in handler_call_details.invocation_metadata or ()
             if key in _TRACE_KEYS and isinstance(value, str)
         }
-        return wrap_handler(handler, lambda context: self._traced(method, carrier, context))
+        parent = _PROPAGATOR.extract(carrier, otel_context.Context())
+        if method.startswith(_NEVER_ROOT) and not _is_valid(parent):
+            return handler
+        return wrap_handler(handler, lambda context: self._traced(method, parent, context))
 
     @asynccontextmanager
-    async def _traced(self, method: str, carrier: dict[str, str], context: Context) -> AsyncIterator[None]:
-        parent = _PROPAGATOR.extract(carrier, otel_context.Context())
+    async def _traced(self, method: str, parent: otel_context.Context, context: Context) -> AsyncIterator[None]:
         span = _start(self._tracer, method, SpanKind.SERVER, parent)
         token = otel_context.attach(set_span_in_context(span, parent))
         code = grpc.StatusCode.OK
@@ -119,7 +124,7 @@ async def _trace_call(
     tracer: Tracer, continuation: Callable[..., Awaitable[Any]], details: grpc.aio.ClientCallDetails, request: Any
 ) -> Any:
     method = _text(details.method)
-    if method.startswith(_UNTRACED):
+    if method.startswith(_UNTRACED) or (method.startswith(_NEVER_ROOT) and not _is_valid(None)):
         return await continuation(details, request)
     span = _start(tracer, method, SpanKind.CLIENT, None)
     carrier: dict[str, str] = {}
@@ -136,6 +141,11 @@ async def _trace_call(
     # Whatever ends the call, its reader or its canceller, ends the span: nothing here waits for the call.
     call.add_done_callback(lambda done: _end_client(span, _code_of_done(done)))
     return call
+
+
+def _is_valid(context: otel_context.Context | None) -> bool:
+    """Whether a span made in this context, the current one for None, would be a child."""
+    return get_current_span(context).get_span_context().is_valid
 
 
 def _with_metadata(details: grpc.aio.ClientCallDetails, metadata: grpc.aio.Metadata) -> grpc.aio.ClientCallDetails:

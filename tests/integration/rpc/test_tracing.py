@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -8,8 +9,13 @@ from opentelemetry import trace
 from opentelemetry.trace import NoOpTracerProvider, StatusCode
 
 from baton.core.errors import InvalidArgumentError, UnavailableError
+from baton.core.settings import ServerSettings
 from baton.rpc.channels import ChannelPool
-from baton.v1 import gateway_pb2, gateway_pb2_grpc
+from baton.rpc.server import ServingServer
+from baton.v1 import gateway_pb2, gateway_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 TRACEPARENT = f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"
@@ -144,3 +150,38 @@ async def test_malformed_requests_have_a_span(running) -> None:
         await running.pool.get(running.server.address).unary_unary("/baton.v1.GatewayService/GetModel")(b"\x0a\x01\xff")
     _, server = await running.spans.both()
     assert server.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+
+
+class Source(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    async def RenewLease(self, request, context):
+        return kv_transfer_pb2.RenewLeaseResponse(lease_s=1)
+
+    async def PullBlocks(self, request, context):
+        yield kv_transfer_pb2.PullBlocksResponse(data=b"x")
+
+
+@pytest.fixture
+async def source(running) -> AsyncIterator[kv_transfer_pb2_grpc.KvTransferServiceStub]:
+    server = ServingServer(ServerSettings(), running.tracer)
+    service = kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"]
+    server.add(kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server, Source(), service)
+    await server.start()
+    yield kv_transfer_pb2_grpc.KvTransferServiceStub(running.pool.get(server.address))
+    await server.drain(0)
+
+
+async def ask(source) -> None:
+    await source.RenewLease(kv_transfer_pb2.RenewLeaseRequest())
+    async for _ in source.PullBlocks(kv_transfer_pb2.PullBlocksRequest()):
+        pass
+
+
+async def test_calls_between_workers_are_parts_of_a_trace_or_of_none(running, source) -> None:
+    await ask(source)
+    assert running.spans.get_finished_spans() == ()
+    with running.tracer.start_as_current_span("request") as request:
+        await ask(source)
+    async with asyncio.timeout(5):
+        while len(running.spans.get_finished_spans()) < 5:
+            await asyncio.sleep(0.01)
+    assert {span.context.trace_id for span in running.spans.get_finished_spans()} == {request.context.trace_id}
