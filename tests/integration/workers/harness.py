@@ -74,6 +74,7 @@ class WorkerProcess:
         self._log_path = folder / f"{worker_id}.log"
         self._redis_url = redis_url
         self._process: subprocess.Popen[bytes] | None = None
+        self._frozen: list[int] = []
 
     def start(self, *flags: str) -> None:
         """Starts it; the last flag of a name wins."""
@@ -109,7 +110,21 @@ class WorkerProcess:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
+        self.thaw()  # an engine that is frozen would not notice
         self.wait()
+
+    def freeze(self, *, server: bool = True) -> None:
+        """Stalls the engine, and the server with it unless it is to go on."""
+        self._frozen = [self.engine_pid, *([self.pid] if server else [])]
+        for pid in self._frozen:
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Ends the stall."""
+        for pid in self._frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._frozen = []
 
     def terminate(self) -> None:
         assert self._process
@@ -128,6 +143,39 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+
+
+class GatewayProcess:
+    """A gateway, started as its users start it."""
+
+    def __init__(self, redis_url: str, model: Path, folder: Path) -> None:
+        self._command = [sys.executable, "-m", "gateway", "--redis.url", redis_url, "--redis.namespace", NAMESPACE]
+        self._command += ["--model.path", str(model), "--model.name", MODEL, "--server.port", "0"]
+        self._log_path = folder / "gateway.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    def wait_address(self) -> str:
+        """Where it listens; blocks until it does."""
+        deadline_s = time.monotonic() + _START_S
+        while not (found := re.search(r"address\S*[=:]\s*\S*?(127\.0\.0\.1:\d+)", self.log)):
+            assert self._process, "not started"
+            assert self._process.poll() is None, self.log
+            assert time.monotonic() < deadline_s, self.log
+            time.sleep(0.05)
+        return found[1]
+
+    def stop(self) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(30)
 
 
 @dataclass
