@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from baton.engine.batch import BatchPlan
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
+    from baton.engine.native.chunks import ChunkAttention, ChunkPlan
     from baton.engine.rank_group import RankGroup
     from baton.engine.weights import DecoderWeights, LayerWeights
 
@@ -23,16 +24,24 @@ class DecoderModel:
     """A model of the Llama family whose keys and values live in a paged pool.
 
     Every linear layer runs once over all tokens of a step, prefill and decode together. Holds no state of any
-    sequence.
+    sequence. Attention is PyTorch's, or `attention` where the caller has that kernel (for pools on a CPU).
 
     In a `group` each rank has a model of its own with its part of the weights, and `config`, like the pool, is that
     part's. All ranks make the same calls in the same order and get the same results.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        group: RankGroup | None = None,
+        *,
+        attention: ChunkAttention | None = None,
+    ) -> None:
         self.config = config
         self.weights = weights
         self._group = group
+        self._attention = attention
         self._device = weights.embeddings.device
         # Where the weights have to be widened anyway, rounding between the layers would only cost time and accuracy.
         self._dtype = torch.float32 if weights.head.is_emulated else weights.embeddings.dtype
@@ -56,11 +65,8 @@ class DecoderModel:
             positions, pool_rows = _flat_positions(plan, pool)
             token_ids = torch.tensor([token for piece in plan.slices for token in piece.token_ids], device=self._device)
             rotary = self._rotary(positions)
-            dtype = attention_dtype(self._dtype, self._device)
-            attention = {
-                window: AttentionPlan.build(plan, pool, window=window, dtype=dtype)
-                for window in set(self.config.sliding_windows)
-            }
+            windows = set(self.config.sliding_windows)
+            attention = {window: self._attention_plan(plan, pool, window) for window in windows}
             hidden = self._embed(token_ids)
             for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
                 if pause is not None and index > 0:
@@ -106,6 +112,12 @@ class DecoderModel:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """`x` of all ranks added up."""
         return x if self._group is None else self._group.sum(x)
+
+    def _attention_plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> AttentionPlan | ChunkPlan:
+        if self._attention is not None:
+            return self._attention.plan(plan, pool, window)
+        dtype = attention_dtype(self._dtype, self._device)
+        return AttentionPlan.build(plan, pool, window=window, dtype=dtype)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)

@@ -15,6 +15,8 @@ from baton.engine.logprobs import logprobs_of
 from baton.engine.memory_plan import SCORED_ROWS
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
+from baton.engine.native.build import build
+from baton.engine.native.chunks import ChunkAttention
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.out_of_memory import is_out_of_memory
 from baton.engine.sampler import sample
@@ -68,8 +70,8 @@ class TorchExecutor:
     ) -> TorchExecutor:
         """Loads the model in `path`, in the dtype of `pool`, which the caller made with this model's layout.
 
-        In a `group` that is the layout of this rank's part, and only that part is loaded; steps run on PyTorch alone.
-        Blocks for the load. Raises StartupError.
+        In a `group` that is the layout of this rank's part, and only that part is loaded; linear layers run on PyTorch
+        alone. Blocks for the load, and for seconds where the kernels are compiled. Raises StartupError.
         """
         whole = DecoderConfig.from_folder(path)
         shard = WHOLE if group is None else group.shard
@@ -81,8 +83,14 @@ class TorchExecutor:
             raise StartupError(f"device: the model is to run on {device}, its KV blocks are on {pool.device}")
         dtype = torch_dtype(pool.layout.dtype)
         weights = DecoderWeights.from_folder(path, whole, dtype=dtype, device=device, shard=shard)
-        model = DecoderModel(config, weights, group)
-        return cls(model, pool, None if group else NativeDecoder.create(model, pool), cores)
+        library = build() if pool.device.type == "cpu" else None
+        if library is None:
+            return cls(DecoderModel(config, weights, group), pool, cores=cores)
+        model = DecoderModel(config, weights, group, attention=ChunkAttention(config, library))
+        if group is not None:
+            return cls(model, pool, cores=cores)
+        decoder = NativeDecoder(model, pool, library=library, num_threads=torch.get_num_threads())
+        return cls(model, pool, decoder, cores)
 
     def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
         """Runs the step; see `Executor.execute`. Pauses between layers where PyTorch computes them on a CPU."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-SOURCES = ("simd.h", "linear.h", "attention.h", "threads.h", "decoder.c")
+COMPILED = ("decoder.c", "chunks.c")
+SOURCES = ("simd.h", "linear.h", "panels.h", "attention.h", "threads.h", *COMPILED)
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")
 COMPILE_TIMEOUT_S = 120.0
@@ -32,17 +33,17 @@ def build(folder: Path | None = None, *, machine: str = "-march=native") -> Path
     """
     path = compiler()
     if path is None:
-        _log.warning("no C compiler (%s): decode steps run on PyTorch's kernels, slower", ", ".join(COMPILERS))
+        _log.warning("no C compiler (%s): steps run on PyTorch's kernels, slower", ", ".join(COMPILERS))
         return None
     try:
         folder = folder or cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        library = folder / f"decoder-{_key(path, machine)}.so"
+        library = folder / f"kernels-{_key(path, machine)}.so"
         if not library.exists():
             _compile(path, library, machine)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        _log.warning("the decode kernels cannot be built, PyTorch's run instead, slower: %s", reason.split("\n")[0])
+        _log.warning("the kernels cannot be built, PyTorch's run instead, slower: %s", reason.split("\n")[0])
         return None
     return library
 
@@ -76,8 +77,9 @@ def _cpu() -> bytes:
 def _compile(compiler_path: str, library: Path, machine: str) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as scratch:
         made = Path(scratch) / library.name
-        command = [compiler_path, *FLAGS, machine, str(_source("decoder.c")), "-o", str(made), "-lm"]
-        _log.info("compiling the decode kernels")
+        sources = [str(_source(name)) for name in COMPILED]
+        command = [compiler_path, *FLAGS, machine, *sources, "-o", str(made), "-lm"]
+        _log.info("compiling the kernels")
         subprocess.run(command, capture_output=True, check=True, text=True, timeout=COMPILE_TIMEOUT_S)
         made.replace(library)
 

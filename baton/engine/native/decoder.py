@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core.errors import StartupError
-from baton.engine.native.build import build
 from baton.engine.native.library import NO_MEMORY, OK, TYPES, Batch, Layer, Linear, Model, open_library
 
 if TYPE_CHECKING:
@@ -41,20 +40,9 @@ class NativeDecoder:
         described = self._describe(model.config, model.weights, pool)
         handle = self._library.baton_create(ctypes.byref(described), num_threads)
         if not handle:
-            raise StartupError("no memory for the decode kernels")
+            raise StartupError("no memory for the decode kernel")
         self._handle = handle
         weakref.finalize(self, self._library.baton_destroy, handle)
-
-    @classmethod
-    def create(cls, model: DecoderModel, pool: KVPool) -> NativeDecoder | None:
-        """Compiles the kernels if need be. None where they cannot run: no compiler, or memory on another device.
-
-        Takes as many threads as PyTorch does. Blocks, for seconds when it compiles.
-        """
-        if pool.device.type != "cpu":
-            return None
-        library = build()
-        return None if library is None else cls(model, pool, library=library, num_threads=torch.get_num_threads())
 
     def use_threads(self, num_threads: int) -> None:
         """Computes with so many threads from now on. Takes some ten microseconds a thread."""

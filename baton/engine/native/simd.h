@@ -40,7 +40,8 @@ typedef uint16_t vh_any __attribute__((vector_size(VECTOR_BYTES / 2), aligned(1)
 
 INLINE vf load(const float *from) { return *(const vf_any *)from; }
 INLINE void store(float *to, vf value) { *(vf_any *)to = value; }
-INLINE vf splat(float value) { return (vf){0} + value; }
+/* Taking nothing away is free; adding a zero is not, since it would change a negative zero. */
+INLINE vf splat(float value) { return value - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 

@@ -68,7 +68,7 @@ def test_no_compiler_is_told_in_one_line(
     assert compiler() is None
     assert build(tmp_path / "cache") is None
     assert [record.message for record in caplog.records] == [
-        "no C compiler (gcc, cc, clang): decode steps run on PyTorch's kernels, slower"
+        "no C compiler (gcc, cc, clang): steps run on PyTorch's kernels, slower"
     ]
 
 
@@ -78,7 +78,7 @@ def test_a_failing_compiler_is_told_in_one_line_and_leaves_nothing(
     (fake_compiler / "broken").touch()
     assert build(tmp_path / "cache") is None
     assert [record.message for record in caplog.records] == [
-        "the decode kernels cannot be built, PyTorch's run instead, slower: error: no such instruction"
+        "the kernels cannot be built, PyTorch's run instead, slower: error: no such instruction"
     ]
     assert list((tmp_path / "cache").iterdir()) == []
 
