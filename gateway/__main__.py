@@ -50,7 +50,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         instruments = GatewayInstruments(registry)
         if metrics := start_metrics(settings.telemetry, registry, settings.server.host):
             stack.push_async_callback(asyncio.to_thread, metrics.close)
-        connection = await connect(settings.redis)
+        keys = Keys(settings.redis.namespace, model.name)
+        connection = await connect(settings.redis, keys)
         stack.push_async_callback(connection.close)
         channels = ChannelPool(
             max_message_bytes=settings.server.max_message_bytes,
@@ -66,7 +67,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         classes = settings.queue.queue_classes
         queue = AdmissionQueue(
             connection,
-            Keys(settings.redis.namespace, model.name),
+            keys,
             router.choose_route,
             QueueConfig(
                 gateway_id=incarnation,

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis, Sentinel
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from baton.coordination.located import OwnerConnection, OwnerSSLConnection, SlotOwner
 from baton.core.errors import StartupError
+from baton.core.redis_url import RedisUrl
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.coordination.keys import Keys
     from baton.core.settings import RedisSettings
 
 # RESP2: the subscription has a connection of its own, so nothing here needs push messages.
@@ -30,14 +38,21 @@ _MAX_CONNECTIONS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisConnection:
-    """The two clients of one process. Made by `connect`, closed by its owner."""
+    """The two clients of one process, and those of the Sentinels. Made by `connect`, closed by its owner."""
 
     commands: Redis
     subscriber: Redis
+    asked: tuple[Redis, ...] = ()
+
+    @classmethod
+    def over(cls, pools: Sequence[ConnectionPool], asked: Sequence[Redis] = ()) -> RedisConnection:
+        """Clients that own these two pools."""
+        commands, subscriber = (Redis.from_pool(pool) for pool in pools)
+        return cls(commands=commands, subscriber=subscriber, asked=tuple(asked))
 
     async def close(self) -> None:
         """Closes all connections; no call may follow. Does not raise when Redis is away."""
-        for client in (self.commands, self.subscriber):
+        for client in (self.commands, self.subscriber, *self.asked):
             try:
                 await client.aclose()
                 await client.connection_pool.disconnect()
@@ -45,13 +60,13 @@ class RedisConnection:
                 continue
 
 
-async def connect(settings: RedisSettings) -> RedisConnection:
-    """Connects and checks the server's version. Waits up to `socket_timeout_s`.
+async def connect(settings: RedisSettings, keys: Keys) -> RedisConnection:
+    """Connects to the server that has `keys` and checks its version. Waits up to `socket_timeout_s`.
 
     Raises StartupError, one line, when Redis cannot be reached, refuses us or is older than 6.2.
     """
     try:
-        connection = _clients(settings)
+        connection = _clients(settings, keys)
     except (ValueError, RedisError) as error:
         raise StartupError(f"redis.url: {_without_secret(settings.url)} is not a Redis address: {error}") from error
     try:
@@ -68,29 +83,42 @@ async def connect(settings: RedisSettings) -> RedisConnection:
     return connection
 
 
-def _clients(settings: RedisSettings) -> RedisConnection:
-    timeout_s = settings.socket_timeout_s
-    commands = ConnectionPool.from_url(
-        settings.url,
-        max_connections=_MAX_CONNECTIONS,
-        protocol=_PROTOCOL,
-        decode_responses=True,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
+def _clients(settings: RedisSettings, keys: Keys) -> RedisConnection:
+    url = RedisUrl.parse(settings.url)
+    options: dict[str, Any] = {
+        **parse_url(url.single),
+        "protocol": _PROTOCOL,
+        "decode_responses": True,
+        "socket_connect_timeout": settings.socket_timeout_s,
+    }
+    for_commands = {
+        "max_connections": _MAX_CONNECTIONS,
+        "socket_timeout": settings.socket_timeout_s,
         # Not for timeouts: a Redis that stalls would be asked again while the request waits.
-        retry=Retry(ConstantBackoff(0.02), 2, supported_errors=(RedisConnectionError,)),
-    )
-    subscriber = ConnectionPool.from_url(
-        settings.url,
-        max_connections=2,
-        protocol=_PROTOCOL,
-        decode_responses=True,
-        socket_timeout=None,
-        socket_connect_timeout=timeout_s,
-        # Its owner must see each loss: what was published meanwhile is gone.
-        retry=Retry(NoBackoff(), 0),
-    )
-    return RedisConnection(commands=Redis.from_pool(commands), subscriber=Redis.from_pool(subscriber))
+        "retry": Retry(ConstantBackoff(0.02), 2, supported_errors=(RedisConnectionError,)),
+    }
+    # The subscription's owner must see each loss: what was published meanwhile is gone.
+    for_subscriber = {"max_connections": 2, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+    if not url.addresses:
+        pools = [ConnectionPool(**options, **each) for each in (for_commands, for_subscriber)]
+        return RedisConnection.over(pools)
+    # Where to connect to is found anew for each connection.
+    is_tls = options.pop("connection_class", None) is SSLConnection
+    del options["host"], options["port"]
+    asking = {**options, "ssl": is_tls, "socket_timeout": settings.socket_timeout_s, "retry": Retry(NoBackoff(), 0)}
+    asking.pop("db", None)
+    if url.service is not None:
+        for secret in ("username", "password"):
+            asking.pop(secret, None)
+        sentinel = Sentinel(url.addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+        pools = [
+            SentinelConnectionPool(url.service, sentinel, ssl=is_tls, **options, **each)  # type: ignore[no-untyped-call]
+            for each in (for_commands, for_subscriber)
+        ]
+        return RedisConnection.over(pools, asked=sentinel.sentinels)
+    owner = SlotOwner(url.addresses, key_slot(keys.all[0].encode()), asking)
+    options |= {"connection_class": OwnerSSLConnection if is_tls else OwnerConnection, "owner": owner}
+    return RedisConnection.over([ConnectionPool(**options, **each) for each in (for_commands, for_subscriber)])
 
 
 def _without_secret(url: str) -> str:

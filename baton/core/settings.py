@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field
 
 from baton.core.config import ComponentSettings, redact
+from baton.core.redis_url import RedisUrl
 
 __all__ = [
     "ComponentSettings",
@@ -38,6 +39,11 @@ def _require_url(*schemes: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _check_redis_url(value: str) -> str:
+    RedisUrl.parse(value)
+    return value
 
 
 def folder_name(values: dict[str, Any]) -> str:
@@ -76,10 +82,11 @@ class RedisSettings(Section):
     """Where queues and the worker registry live."""
 
     # Kept out of repr: it may hold a password.
-    url: Annotated[str, _require_url("redis", "rediss", "unix")] = Field(
+    url: Annotated[str, AfterValidator(_check_redis_url)] = Field(
         default="redis://127.0.0.1:6379/0",
         repr=False,
-        description="Server, redis://[user:password@]host:port/db, rediss:// or unix://path",
+        description="Server, redis://[user:password@]host:port/db or unix://path; redis+cluster://host:port,host:port;"
+        " redis+sentinel://host:port,host:port/service/db; rediss instead of redis for TLS",
     )
     namespace: str = Field(
         default="baton", pattern=_NAME, description="First part of every key: deployments that share a server differ"

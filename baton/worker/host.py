@@ -55,7 +55,8 @@ class WorkerHost:
         name, incarnation = settings.class_name, new_incarnation()
         setup_logging(settings.telemetry, name)
         async with AsyncExitStack() as stack:
-            redis = await connect(settings.redis)
+            keys = Keys(settings.redis.namespace, settings.model.name)
+            redis = await connect(settings.redis, keys)
             stack.push_async_callback(redis.close)
             tracing = setup_tracing(settings.telemetry, name, incarnation)
             stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
@@ -68,7 +69,7 @@ class WorkerHost:
                 incarnation=incarnation,
                 tracer=tracing.tracer,
                 instruments=WorkerInstruments(metrics),
-                registry=WorkerRegistry(redis, Keys(settings.redis.namespace, settings.model.name)),
+                registry=WorkerRegistry(redis, keys),
                 server=ServingServer(settings.server, tracing.tracer),
             )
 

@@ -36,7 +36,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.connection = self.do(connect(SimpleNamespace(url=self.url, socket_timeout_s=5.0)))
+        self.connection = self.do(connect(SimpleNamespace(url=self.url, socket_timeout_s=5.0), KEYS))
         self.do(self.connection.commands.flushall())
         self.commands = Commands(self.connection, KEYS, timeout_s=5.0)
         self.incarnations = dict.fromkeys(WORKERS, 0)

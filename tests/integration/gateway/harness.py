@@ -277,10 +277,10 @@ async def deployed(
     """A deployment with one worker of each role, registered; gone after the block."""
     parts = Deployment(model, tokenizer)
     async with AsyncExitStack() as stack:
-        connection = await connect(RedisSettings(url=redis_url))
+        keys = Keys("test", model.name)
+        connection = await connect(RedisSettings(url=redis_url), keys)
         stack.push_async_callback(connection.close)
         parts.connection = connection
-        keys = Keys("test", model.name)
         parts.registry = WorkerRegistry(connection, keys)
         channels = ChannelPool(max_message_bytes=4 << 20, tracer=options.tracer, lookahead_bytes=LOOKAHEAD_BYTES)
         stack.push_async_callback(channels.close)

@@ -190,9 +190,10 @@ class Pair:
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
         """Calls to both workers as they are in the registry now; waits for them to be there."""
-        connection = await connect(RedisSettings(url=self.redis.url))
+        keys = Keys(NAMESPACE, MODEL)
+        connection = await connect(RedisSettings(url=self.redis.url), keys)
         try:
-            registry = WorkerRegistry(connection, Keys(NAMESPACE, MODEL))
+            registry = WorkerRegistry(connection, keys)
             views = await _both_alive(registry, self)
             async with (
                 grpc.aio.insecure_channel(views[self.prefill.worker_id].record.address) as to_prefill,
