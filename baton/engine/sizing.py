@@ -63,7 +63,8 @@ def count_parameters(config: DecoderConfig) -> Parameters:
 class StepShape:
     """The largest step of a worker: its tokens, the rows that are sampled, those scored at a time, the keys it sees.
 
-    `is_decode`: one token a sequence. `by_kernels`: such rows are computed by the project's own CPU kernels.
+    `is_decode`: one token a sequence. `by_kernels`: the project's own CPU kernels compute such rows, and what others
+    attend to.
     """
 
     num_tokens: int
@@ -114,9 +115,10 @@ def step_bytes(config: DecoderConfig, layout: KVLayout, step: StepShape, *, on_c
     # Keys and values of one layer are gathered, and widened where attention computes in another type.
     gathered = 2 * config.num_kv_heads * config.head_dim * (layout.element_bytes + (element if is_widened else 0))
     masks = step.num_tokens * (element * len(set(config.sliding_windows)) + 2)
+    of_chunks = 0 if step.by_kernels else gathered + masks
     return StepBytes(
         layers=step.num_tokens * _row_values(config) * element + (_WIDENED_BYTES if is_widened else 0),
-        each_key=_PADDING * (gathered + element) if step.is_decode else gathered + masks,
+        each_key=_PADDING * (gathered + element) if step.is_decode else of_chunks,
         most_keys=step.num_keys,
         choosing=step.num_tokens * config.hidden_size * element + logits,
     )

@@ -16,6 +16,7 @@ from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, ScoredIds, SequenceSlice
 from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
+from baton.engine.native.build import compiler
 from baton.engine.sizing import StepShape, count_parameters, step_bytes
 from baton.engine.torch_executor import TorchExecutor
 from tests.integration.engine import families
@@ -161,14 +162,19 @@ def assert_near(executor: TorchExecutor, shape: StepShape, *slices: SequenceSlic
 @pytest.mark.parametrize(
     ("num_tokens", "start", "num_scored"), [(128, 0, 0), (128, 2000, 0), (300, 900, 0), (80, 0, 64)]
 )
-def test_a_prefill_step_takes_what_is_computed(executor, num_tokens, start, num_scored):
+@pytest.mark.parametrize("by_kernels", [True, False], ids=["kernels", "torch"])
+def test_a_prefill_step_takes_what_is_computed(executor, num_tokens, start, num_scored, by_kernels, monkeypatch):
+    if not by_kernels:
+        monkeypatch.setattr(executor._model, "_attention", None)
+    elif compiler() is None:
+        pytest.skip("no C compiler")
     shape = StepShape(
         num_tokens=num_tokens,
         num_sampled=1,
         num_scored=num_scored,
         num_keys=num_tokens + start,
         is_decode=False,
-        by_kernels=False,
+        by_kernels=by_kernels,
     )
     chunk = piece("a", num_tokens, start)
     if num_scored:
@@ -176,6 +182,7 @@ def test_a_prefill_step_takes_what_is_computed(executor, num_tokens, start, num_
     assert_near(executor, shape, chunk)
 
 
-def test_a_decode_step_takes_what_is_computed(executor):
+def test_a_decode_step_takes_what_is_computed(executor, monkeypatch):
+    monkeypatch.setattr(executor._model, "_attention", None)
     shape = StepShape(num_tokens=8, num_sampled=8, num_scored=0, num_keys=8 * 301, is_decode=True, by_kernels=False)
     assert_near(executor, shape, *(piece(f"a{index}", 1, 300, index * 20) for index in range(8)))
