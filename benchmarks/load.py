@@ -130,6 +130,10 @@ class LoadSummary:
             output_tokens_per_s=num_tokens / wall_s if wall_s > 0 else float("nan"),
         )
 
+    def cost_per_million_tokens(self, hour_price: float) -> float:
+        """What a million output tokens cost at this rate, on a machine of `hour_price` an hour."""
+        return hour_price * 1e6 / (3600 * self.output_tokens_per_s)
+
 
 async def run_load(client: Client, requests: Iterable[Request]) -> list[Sample]:
     """Sends each request at its time; returns when all have ended, a failed one with its error in its sample."""

@@ -123,14 +123,14 @@ def _failures(summary: LoadSummary | None) -> str:
     return f"{summary.num_failed} requests of the peer failed" if summary is not None and summary.num_failed else ""
 
 
-def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str]) -> None:
-    """A row a system and load."""
+def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str], hour_price: float) -> None:
+    """A row a system and load. `hour_price`: what the machine costs an hour."""
     rows = []
     for load in load_names:
         for outcome in outcomes:
             summary = outcome.summary(load)
             if summary is None:
-                rows.append((load, outcome.name, *[""] * 8, outcome.reason or "not run"))
+                rows.append((load, outcome.name, *[""] * 9, outcome.reason or "not run"))
                 continue
             figures = (
                 summary.ttft_p50_s,
@@ -139,15 +139,29 @@ def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str
                 summary.gap_p50_s,
                 summary.gap_p99_s,
             )
-            counts = (f"{summary.num_complete}", f"{summary.output_tokens_per_s:.1f}")
+            cost = summary.cost_per_million_tokens(hour_price)
+            counts = (f"{summary.num_complete}", f"{summary.output_tokens_per_s:.1f}", f"{cost:.2f}")
             failed = f"{summary.num_failed} failed" if summary.num_failed else ""
             busy = f"{outcome.busy_before[load]:.0%}"
             rows.append((load, outcome.name, *counts, *[f"{each:.3f}" for each in figures], busy, failed))
-    headings = ("", "system", "n", "tokens/s", "TTFT p50", "p95", "TPOT p50", "gap p50", "gap p99", "busy before", "")
+    headings = (
+        "",
+        "system",
+        "n",
+        "tokens/s",
+        "cost/M",
+        "TTFT p50",
+        "p95",
+        "TPOT p50",
+        "gap p50",
+        "gap p99",
+        "busy before",
+        "",
+    )
     print_table(console, "whole system (seconds)", headings, rows)
 
 
-async def run(*, quick: bool, rate_per_s: float, only: Sequence[str]) -> None:
+async def run(*, quick: bool, rate_per_s: float, hour_price: float, only: Sequence[str]) -> None:
     """Measures, prints and writes."""
     console = Console()
     requests = loads(quick=quick, rate_per_s=rate_per_s)
@@ -157,13 +171,13 @@ async def run(*, quick: bool, rate_per_s: float, only: Sequence[str]) -> None:
             console.print(f"{choice.name} ...", highlight=False)
             outcomes.append(await measure(choice, requests))
     figures = figures_of(outcomes, list(requests))
-    show(console, outcomes, list(requests))
+    show(console, outcomes, list(requests), hour_price)
     print_figures(console, "Baton beside each peer", figures)
     write_json(
         OUT,
         {
             "machine": describe_machine(),
-            "configuration": {"quick": quick, "seed": SEED, "mixed_rate_per_s": rate_per_s},
+            "configuration": {"quick": quick, "seed": SEED, "mixed_rate_per_s": rate_per_s, "hour_price": hour_price},
             "figures": [figure.as_json() for figure in figures],
             "systems": {outcome.name: outcome.as_json() for outcome in outcomes},
         },
@@ -176,9 +190,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The whole system beside its peers.")
     parser.add_argument("--quick", action="store_true", help="short answers, no mixed load")
     parser.add_argument("--rate", type=float, default=MIXED_RATE_PER_S, help="arrivals a second of the mixed load")
+    parser.add_argument(
+        "--hour-price", type=float, default=1.0, help="of the machine, for the cost of a million tokens"
+    )
     parser.add_argument("--only", action="append", default=[], metavar="KIND", help="peers to run; default: all")
     options = parser.parse_args()
-    asyncio.run(run(quick=options.quick, rate_per_s=options.rate, only=options.only))
+    asyncio.run(run(quick=options.quick, rate_per_s=options.rate, hour_price=options.hour_price, only=options.only))
 
 
 if __name__ == "__main__":

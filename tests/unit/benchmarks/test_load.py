@@ -69,6 +69,7 @@ def test_a_summary_is_of_complete_requests_and_counts_the_others() -> None:
     assert summary.gap_p50_s == 1.5
     assert summary.wall_s == 4.0
     assert summary.output_tokens_per_s == 1.0
+    assert summary.cost_per_million_tokens(3.6) == 1000.0
 
 
 def test_a_summary_of_nothing_has_no_figures() -> None:
