@@ -23,7 +23,7 @@ from baton.engine.native.build import build
 from baton.engine.native.chunks import ChunkAttention
 from baton.engine.precision import resolve_dtype
 from baton.engine.threads import use_threads
-from baton.engine.weights import DecoderWeights
+from baton.engine.weights import DecoderWeights, WeightForm
 from benchmarks.machine import busy_share, describe_machine
 from benchmarks.report import Figure, print_figures, write_json
 from benchmarks.systems.catalogue import MODEL
@@ -55,7 +55,7 @@ class ChunkBench:
         if library is None:
             raise StartupError("no C compiler: there is no kernel to measure")
         config, dtype = DecoderConfig.from_folder(folder), resolve_dtype("auto", "cpu")
-        weights = DecoderWeights.from_folder(folder, config, dtype=torch_dtype(dtype), device="cpu")
+        weights = DecoderWeights.from_folder(folder, config, WeightForm(dtype=torch_dtype(dtype)))
         attention = ChunkAttention(config, library)
         pool = KVPool(config.kv_layout(BLOCK_SIZE, dtype), NUM_BLOCKS)
         pool.tensor.normal_()

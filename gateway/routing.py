@@ -73,20 +73,18 @@ class Router:
 
         Hosts and block sizes may differ: some transport joins any two, and the reader lays the blocks out anew.
         """
-        by_dtype: dict[str, list[WorkerView]] = {}
+        by_numerics: dict[tuple[str, str], list[WorkerView]] = {}
         decodes = []
         for view in views:
             if view.record.state is not WorkerState.READY or not self.fits(view.record):
                 continue
             if view.record.role is WorkerRole.PREFILL:
-                by_dtype.setdefault(view.record.fingerprint.dtype, []).append(view)
+                by_numerics.setdefault(view.record.fingerprint.numerics, []).append(view)
             else:
                 decodes.append(view)
-        for dtype, prefills in by_dtype.items():
-            yield (
-                prefills,
-                [view for view in decodes if view.record.converts_dtype or view.record.fingerprint.dtype == dtype],
-            )
+        for numerics, prefills in by_numerics.items():
+            takers = [d for d in decodes if d.record.converts_dtype or d.record.fingerprint.numerics == numerics]
+            yield prefills, takers
 
 
 _Load: TypeAlias = tuple[float, float]

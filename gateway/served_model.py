@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model's name, contents and limits. `fingerprint.dtype` is empty: the gateway holds no weights."""
+    """The model's name, contents and limits. The fingerprint has no numerics: the gateway holds no weights."""
 
     fingerprint: ModelFingerprint
     max_context_tokens: int
@@ -60,6 +60,7 @@ def load_served_model(settings: ModelSettings, tokenizer: Tokenizer, *, default_
             weights=weights_fingerprint(folder),
             tokenizer=tokenizer_fingerprint(folder),
             dtype="",
+            quantization="",
         ),
         max_context_tokens=max_context_tokens,
         default_max_tokens=default_max_tokens,

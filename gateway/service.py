@@ -153,5 +153,5 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     def _model(self) -> gateway_pb2.Model:
         deployment = self._services.deployment
         router, views = deployment.router, deployment.queue.views
-        dtype = next((view.record.fingerprint.dtype for view in views if router.fits(view.record)), "")
-        return model_message(self._services.model, dtype)
+        numerics = next((view.record.fingerprint.numerics for view in views if router.fits(view.record)), ("", ""))
+        return model_message(self._services.model, numerics)

@@ -40,6 +40,7 @@ def fingerprint_message(fingerprint: ModelFingerprint) -> common_pb2.ModelFinger
         weights=fingerprint.weights,
         tokenizer=fingerprint.tokenizer,
         dtype=fingerprint.dtype,
+        quantization=fingerprint.quantization,
     )
 
 
@@ -62,10 +63,10 @@ def worker_message(view: WorkerView) -> common_pb2.WorkerStatus:
     )
 
 
-def model_message(model: ServedModel, dtype: str) -> gateway_pb2.Model:
-    """The wire's form of the served model; `dtype` is what its workers compute in, empty while none is known."""
+def model_message(model: ServedModel, numerics: tuple[str, str]) -> gateway_pb2.Model:
+    """The wire's form of the served model; `numerics` are those of its workers, empty while none is known."""
     fingerprint = fingerprint_message(model.fingerprint)
-    fingerprint.dtype = dtype
+    fingerprint.dtype, fingerprint.quantization = numerics
     return gateway_pb2.Model(
         name=model.name,
         fingerprint=fingerprint,

@@ -17,7 +17,7 @@ class Endpoint:
     """One side of a handshake: which life of which worker, on which host, and what it runs.
 
     `transports` and `converts_dtype` are a reader's: what it can read by, most wanted first, and whether it takes
-    another element type.
+    what was computed with other numerics, that is another element type or otherwise quantized weights.
     """
 
     peer: PeerKey
@@ -30,10 +30,12 @@ class Endpoint:
     def require_compatible(self, reader: Endpoint) -> None:
         """Raises FailedPreconditionError with both sides' values when `reader` can't make use of our blocks.
 
-        Block sizes may differ, and so may the element types when the reader converts them.
+        Block sizes may differ, and so may the numerics when the reader converts them.
         """
         ours, theirs = self.peer.worker_id, reader.peer.worker_id
-        fingerprint = replace(reader.fingerprint, dtype="") if reader.converts_dtype else reader.fingerprint
+        fingerprint = reader.fingerprint
+        if reader.converts_dtype:
+            fingerprint = replace(fingerprint, dtype="", quantization="")
         self.fingerprint.require_equal(fingerprint, ours=ours, theirs=theirs)
         may_differ = {"block_size", "dtype"} if reader.converts_dtype else {"block_size"}
         for field in fields(self.layout):

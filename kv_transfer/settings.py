@@ -40,6 +40,6 @@ class ReaderHandoverSettings(HandoverSettings):
 
     convert_dtype: bool = Field(
         default=False,
-        description="Take KV caches of another element type over and convert them: results then differ from those of"
-        " a worker that computed the prompt itself",
+        description="Take KV caches of another element type over and convert them, and those of otherwise quantized"
+        " weights: results then differ from those of a worker that computed the prompt itself",
     )

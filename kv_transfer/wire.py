@@ -129,15 +129,20 @@ def fingerprint_to_proto(fingerprint: ModelFingerprint) -> common_pb2.ModelFinge
         weights=fingerprint.weights,
         tokenizer=fingerprint.tokenizer,
         dtype=fingerprint.dtype,
+        quantization=fingerprint.quantization,
     )
 
 
 def fingerprint_from_proto(message: common_pb2.ModelFingerprint, field: str = "fingerprint") -> ModelFingerprint:
     """Reads a worker's fingerprint that came in `field`: a worker holds weights, so none of it may be empty."""
-    for name in ("model", "weights", "tokenizer", "dtype"):
+    for name in ("model", "weights", "tokenizer", "dtype", "quantization"):
         require_set(f"{field}.{name}", getattr(message, name))
     return ModelFingerprint(
-        model=message.model, weights=message.weights, tokenizer=message.tokenizer, dtype=message.dtype
+        model=message.model,
+        weights=message.weights,
+        tokenizer=message.tokenizer,
+        dtype=message.dtype,
+        quantization=message.quantization,
     )
 
 

@@ -15,7 +15,7 @@ from baton.engine.memory_limit import MemoryLimit, has_device, memory_of
 from baton.engine.memory_plan import MemoryPlan, WorkerNeeds, gib
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import compiler
-from baton.engine.precision import resolve_dtype
+from baton.engine.precision import require_quantization, resolve_dtype
 from decode_worker.settings import DecodeWorkerSettings
 from prefill_worker.settings import PrefillWorkerSettings
 
@@ -86,10 +86,12 @@ def show_plan(deployment: Deployment, lengths: Lengths, console: Console) -> Non
     needs, plan = deployment.prefill.needs, deployment.prefill
     parameters = plan.parameters
     shares = ", ".join(f"{name} {_count(value)}" for name, value in asdict(parameters).items() if value)
-    element = needs.layout.element_bytes
+    kind, element = needs.layout.dtype, f"{needs.layout.element_bytes}"
+    if needs.engine.quantization != "none":
+        kind, element = needs.engine.quantization, f"{plan.weight_bytes / parameters.total:.3f}"
     console.print(
         f"{needs.config.family}, {_count(parameters.total)} parameters ({shares})\n"
-        f"weights in {needs.layout.dtype}: {_count(parameters.total)} x {element} bytes ="
+        f"weights in {kind}: {_count(parameters.total)} x {element} bytes ="
         f" {plan.weight_bytes / 1e9:.2f} GB ({gib(plan.weight_bytes)})\n"
         f"KV cache: {plan.token_bytes} bytes a token, {gib(needs.layout.block_bytes)} a block of"
         f" {needs.layout.block_size} tokens",
@@ -113,6 +115,7 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
         {
             "family": needs.config.family,
             "dtype": needs.layout.dtype,
+            "quantization": needs.engine.quantization,
             "parameters": asdict(plan.parameters) | {"total": plan.parameters.total},
             "kv_bytes_each_token": plan.token_bytes,
             "block_size": needs.layout.block_size,
@@ -130,6 +133,7 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
 def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None) -> MemoryPlan:
     engine = settings.engine
     on_cpu = engine.device == "cpu"
+    require_quantization(engine.quantization, engine.device)
     config = DecoderConfig.from_folder(settings.model.path)
     if memory is None:
         if not on_cpu and not has_device(engine.device):

@@ -31,8 +31,12 @@ async def show_status(address: str, console: Console) -> None:
 
 
 def _describe(model: Model) -> str:
-    dtype = model.fingerprint.dtype or "no worker known"
-    return f"{model.name} ({dtype}), {model.max_context_tokens} tokens of context, {model.vocab_size} in the vocabulary"
+    numerics = model.fingerprint.dtype or "no worker known"
+    if model.fingerprint.quantization not in ("", "none"):
+        numerics += f", {model.fingerprint.quantization} weights"
+    return (
+        f"{model.name} ({numerics}), {model.max_context_tokens} tokens of context, {model.vocab_size} in the vocabulary"
+    )
 
 
 def _queues(queues: Iterable[QueueStatus]) -> Table:

@@ -9,12 +9,22 @@ from baton.core.errors import FailedPreconditionError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFingerprint:
-    """Which weights, tokenizer and numerics a process runs. `dtype` is empty where there are no weights."""
+    """Which weights, tokenizer and numerics a process runs.
+
+    `dtype` and `quantization` are empty where there are no weights. The latter is what the engine made of the weights
+    when it loaded them, `none` or `int8`; a checkpoint that is stored quantized has other `weights`.
+    """
 
     model: str
     weights: str
     tokenizer: str
     dtype: str
+    quantization: str = "none"
+
+    @property
+    def numerics(self) -> tuple[str, str]:
+        """What decides how numbers are rounded: the element type and the quantization."""
+        return self.dtype, self.quantization
 
     def require_equal(self, other: ModelFingerprint, *, ours: str, theirs: str) -> None:
         """Raises FailedPreconditionError with both sides' values when a field that both know differs."""

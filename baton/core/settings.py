@@ -141,6 +141,10 @@ class EngineSettings(Section):
         default="auto",
         description="Type of weights, activations and KV cache; auto: bfloat16 where that is fast, else float32",
     )
+    quantization: Literal["none", "int8"] = Field(
+        default="none",
+        description="int8: matrices are quantized at load, to a quarter of float32's bytes; on CPUs only",
+    )
     block_size: int = Field(default=16, ge=1, le=1024, description="Positions in a KV block, tokens")
     kv_cache_bytes: ByteSize | None = Field(
         default=None,

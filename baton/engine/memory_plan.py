@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import StartupError
 from baton.core.workers import WorkerRole
-from baton.engine.sizing import StepShape, count_parameters, step_bytes
+from baton.engine.sizing import StepShape, count_parameters, step_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
@@ -67,6 +67,7 @@ class WorkerNeeds:
             num_keys=self.context_tokens * (num_seqs if is_decode else num_steps),
             is_decode=is_decode,
             by_kernels=self.by_kernels,
+            is_quantized=self.engine.quantization != "none",
         )
         return step_bytes(self.config, self.layout, step, on_cpu=self.on_cpu)
 
@@ -91,7 +92,9 @@ class MemoryPlan:
             needs=needs,
             memory=memory,
             parameters=parameters,
-            weight_bytes=parameters.total * needs.layout.element_bytes,
+            weight_bytes=weight_bytes(
+                needs.config, element_bytes=needs.layout.element_bytes, quantization=needs.engine.quantization
+            ),
             process_bytes=HOST_PROCESS_BYTES if needs.on_cpu else DEVICE_PROCESS_BYTES,
             step=needs.largest_step(),
             kv_bytes=0,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from baton.engine.attention import AttentionPlan, attention_dtype
+from baton.engine.weights import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,7 @@ class DecoderModel:
         self._attention = attention
         self._device = weights.embeddings.device
         # Where the weights have to be widened anyway, rounding between the layers would only cost time and accuracy.
-        self._dtype = torch.float32 if weights.head.is_emulated else weights.embeddings.dtype
+        self._dtype = torch.float32 if weights.head.is_emulated else weights.dtype
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
 
     def forward(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
@@ -103,10 +104,10 @@ class DecoderModel:
         """[tokens, hidden_size]: each rank looks up the tokens of its part of the vocabulary."""
         table = self.weights.embeddings
         if self._group is None:
-            return embedding(token_ids, table).to(self._dtype)
+            return rows_of(table, token_ids, self._dtype)
         rows = token_ids - self._group.shard.cut(self.config.vocab_size).first
-        is_elsewhere = (rows < 0) | (rows >= len(table))
-        found = embedding(rows.masked_fill(is_elsewhere, 0), table).to(self._dtype)
+        is_elsewhere = (rows < 0) | (rows >= table.shape[0])
+        found = rows_of(table, rows.masked_fill(is_elsewhere, 0), self._dtype)
         return self._group.sum(found.masked_fill_(is_elsewhere[:, None], 0))
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:

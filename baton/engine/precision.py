@@ -24,6 +24,15 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if _cpu_has_bfloat16() or compiler() is not None else "float32"
 
 
+def require_quantization(quantization: str, device: str) -> None:
+    """StartupError where the engine has no kernels for weights quantized at load."""
+    if quantization != "none" and torch.device(device).type != "cpu":
+        raise StartupError(
+            f"engine.quantization: {quantization} has kernels for cpu only, not for {device}; "
+            "use none, or engine.device cpu"
+        )
+
+
 def _cpu_has_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
+from baton.engine.quantization import matrix_bytes
+
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
     from baton.engine.model_config import DecoderConfig
@@ -59,12 +61,25 @@ def count_parameters(config: DecoderConfig) -> Parameters:
     )
 
 
+def weight_bytes(config: DecoderConfig, *, element_bytes: int, quantization: str) -> int:
+    """What all weights take; `element_bytes` of what is not quantized."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    each_layer = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
+    tables = [(config.vocab_size, hidden)] * (1 if config.tied_embeddings else 2)
+    matrices = each_layer * config.num_layers + tables
+    others = count_parameters(config).total - sum(rows * columns for rows, columns in matrices)
+    return others * element_bytes + sum(
+        matrix_bytes(*shape, quantization=quantization, element_bytes=element_bytes) for shape in matrices
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """The largest step of a worker: its tokens, the rows that are sampled, those scored at a time, the keys it sees.
 
     `is_decode`: one token a sequence. `by_kernels`: the project's own CPU kernels compute such rows, and what others
-    attend to.
+    attend to. `is_quantized`: the weights are.
     """
 
     num_tokens: int
@@ -73,6 +88,7 @@ class StepShape:
     num_keys: int
     is_decode: bool
     by_kernels: bool
+    is_quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +133,8 @@ def step_bytes(config: DecoderConfig, layout: KVLayout, step: StepShape, *, on_c
     masks = step.num_tokens * (element * len(set(config.sliding_windows)) + 2)
     of_chunks = 0 if step.by_kernels else gathered + masks
     return StepBytes(
-        layers=step.num_tokens * _row_values(config) * element + (_WIDENED_BYTES if is_widened else 0),
+        layers=step.num_tokens * _row_values(config) * element
+        + (_WIDENED_BYTES if is_widened or step.is_quantized else 0),
         each_key=_PADDING * (gathered + element) if step.is_decode else of_chunks,
         most_keys=step.num_keys,
         choosing=step.num_tokens * config.hidden_size * element + logits,

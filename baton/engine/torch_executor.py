@@ -21,7 +21,7 @@ from baton.engine.native.decoder import NativeDecoder
 from baton.engine.out_of_memory import is_out_of_memory
 from baton.engine.sampler import sample
 from baton.engine.sharding import WHOLE
-from baton.engine.weights import DecoderWeights
+from baton.engine.weights import DecoderWeights, WeightForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,11 +64,11 @@ class TorchExecutor:
         path: Path,
         *,
         pool: KVPool,
-        device: str = "cpu",
+        quantization: str = "none",
         group: RankGroup | None = None,
         cores: CoreShare | None = None,
     ) -> TorchExecutor:
-        """Loads the model in `path`, in the dtype of `pool`, which the caller made with this model's layout.
+        """Loads the model in `path`, in the dtype and on the device of `pool`, made with this model's layout.
 
         In a `group` that is the layout of this rank's part, and only that part is loaded; linear layers run on PyTorch
         alone. Blocks for the load, and for seconds where the kernels are compiled. Raises StartupError.
@@ -79,10 +79,10 @@ class TorchExecutor:
         expected = config.kv_layout(pool.layout.block_size, pool.layout.dtype)
         if pool.layout != expected:
             raise StartupError(f"{path}: needs KV blocks of {expected}, the pool has {pool.layout}")
-        if pool.device.type != torch.device(device).type:
-            raise StartupError(f"device: the model is to run on {device}, its KV blocks are on {pool.device}")
-        dtype = torch_dtype(pool.layout.dtype)
-        weights = DecoderWeights.from_folder(path, whole, dtype=dtype, device=device, shard=shard)
+        form = WeightForm(
+            dtype=torch_dtype(pool.layout.dtype), device=str(pool.device), quantization=quantization, shard=shard
+        )
+        weights = DecoderWeights.from_folder(path, whole, form)
         library = build() if pool.device.type == "cpu" else None
         if library is None:
             return cls(DecoderModel(config, weights, group), pool, cores=cores)

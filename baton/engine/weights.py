@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from baton.core.errors import StartupError
 from baton.core.fingerprint import weight_files
 from baton.engine.host_memory import allocate
+from baton.engine.int8_weight import Int8Weight
+from baton.engine.quantization import matrix_bytes
 from baton.engine.sharding import WHOLE, whole
 
 if TYPE_CHECKING:
@@ -35,31 +37,38 @@ ALIGNMENT_BYTES = 64
 class Linear:
     """An affine map: `weight` is [out, in], `bias` [out] or None. The one place to put another kernel or format.
 
-    `is_emulated` says that the device has no fast matrix product in the weight's dtype.
+    `is_emulated` says that the device has no fast matrix product in the model's dtype.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Int8Weight
     bias: torch.Tensor | None = None
     is_emulated: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, in] to [tokens, out], in the dtype of `x`."""
         if self.is_emulated:
-            return self._widened(x)
+            return self._widened(x, torch.float32)
+        if isinstance(self.weight, Int8Weight):
+            return self._widened(x, x.dtype)
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
-    def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        """The same in float32, a slab of outputs at a time."""
+    def _widened(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same, computed in `dtype`, a slab of outputs at a time."""
         out_features, in_features = self.weight.shape
-        wide = x.to(torch.float32)
-        output = torch.empty(x.shape[0], out_features, dtype=torch.float32, device=x.device)
+        wide = x.to(dtype)
+        output = torch.empty(x.shape[0], out_features, dtype=dtype, device=x.device)
         slab = max(1, WIDENED_ELEMENTS // in_features)
         for start in range(0, out_features, slab):
-            part = self.weight[start : start + slab].to(torch.float32)
+            part = rows_of(self.weight, slice(start, start + slab), dtype)
             torch.mm(wide, part.t(), out=output[:, start : start + slab])
         if self.bias is not None:
             output += self.bias
         return output.to(x.dtype)
+
+
+def rows_of(matrix: torch.Tensor | Int8Weight, index: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a matrix in `dtype`, [rows, in]."""
+    return matrix.rows(index, dtype) if isinstance(matrix, Int8Weight) else matrix[index].to(dtype)
 
 
 def _is_emulated(dtype: torch.dtype, device: str) -> bool:
@@ -86,19 +95,32 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights:
-    """A whole model: `embeddings` is [vocab_size, hidden_size]."""
+class WeightForm:
+    """What is kept of a model's weights, and how.
 
-    embeddings: torch.Tensor
+    With `quantization` `int8` all matrices are quantized when they are loaded, from the precision that they are stored
+    in. What is not quantized is in `dtype`. Of each matrix only what `shard` has is loaded.
+    """
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    quantization: str = "none"
+    shard: Shard = WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """A whole model: `embeddings` is [vocab_size, hidden_size]. What is not quantized is in `dtype`."""
+
+    dtype: torch.dtype
+    embeddings: torch.Tensor | Int8Weight
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     head: Linear
 
     @classmethod
-    def from_folder(
-        cls, path: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str, shard: Shard = WHOLE
-    ) -> DecoderWeights:
-        """Loads the `weight_files` of `path`, or of each matrix what `shard` has; `config` is the model's. Blocks.
+    def from_folder(cls, path: Path, config: DecoderConfig, form: WeightForm) -> DecoderWeights:
+        """Loads the `weight_files` of `path` in that form; `config` is the whole model's. Blocks.
 
         Files are mapped, so at most one layer is held twice, and what is not loaded is not read.
 
@@ -107,7 +129,7 @@ class DecoderWeights:
         """
         try:
             with ExitStack() as files, torch.inference_mode():
-                source = _Tensors(path, files, dtype=dtype, device=device, shard=shard)
+                source = _Tensors(path, files, form)
                 weights = cls._assemble(source, config)
                 source.require_all_used(config)
                 return weights
@@ -115,28 +137,28 @@ class DecoderWeights:
             raise StartupError(f"{path}: cannot read the weights: {error}") from error
         except (MemoryError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise StartupError(f"{path}: cannot load the weights on {device}: {reason}") from error
+            raise StartupError(f"{path}: cannot load the weights on {form.device}: {reason}") from error
 
     @classmethod
     def _assemble(cls, source: _Tensors, config: DecoderConfig) -> DecoderWeights:
-        vocabulary, hidden = source.shard.cut(config.vocab_size), whole(config.hidden_size)
-        embeddings = source.take("model.embed_tokens.weight", vocabulary, hidden)
+        vocabulary, hidden = source.form.shard.cut(config.vocab_size), whole(config.hidden_size)
+        embeddings = source.matrix({"model.embed_tokens.weight": vocabulary}, hidden)
         layers = tuple(_layer(source, config, index) for index in range(config.num_layers))
         final_norm = source.take("model.norm.weight", hidden)
         if config.tied_embeddings:
             head = Linear(embeddings, is_emulated=source.is_emulated)
         else:
             head = source.fused("", {"lm_head": vocabulary}, hidden, bias=False)
-        return cls(embeddings=embeddings, layers=layers, final_norm=final_norm, head=head)
+        return cls(dtype=source.form.dtype, embeddings=embeddings, layers=layers, final_norm=final_norm, head=head)
 
 
 def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}."
-    hidden, inner = whole(config.hidden_size), source.shard.cut(config.intermediate_size)
+    hidden, inner = whole(config.hidden_size), source.form.shard.cut(config.intermediate_size)
     head = whole(config.head_dim)
     # A KV head stays together with the query heads that read it.
-    queries = source.shard.cut(config.num_kv_heads, config.num_heads // config.num_kv_heads * config.head_dim)
-    keys = source.shard.cut(config.num_kv_heads, config.head_dim)
+    queries = source.form.shard.cut(config.num_kv_heads, config.num_heads // config.num_kv_heads * config.head_dim)
+    keys = source.form.shard.cut(config.num_kv_heads, config.head_dim)
     attention = prefix + "self_attn."
     query_norm = source.take(attention + "q_norm.weight", head) if config.qk_norm else None
     key_norm = source.take(attention + "k_norm.weight", head) if config.qk_norm else None
@@ -156,12 +178,10 @@ def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
 class _Tensors:
     """The tensors of all of a folder's files by name, each taken once, whole or cut."""
 
-    def __init__(self, path: Path, files: ExitStack, *, dtype: torch.dtype, device: str, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, path: Path, files: ExitStack, form: WeightForm) -> None:
+        self.form = form
         self._path = path
-        self._dtype = dtype
-        self._device = device
-        self.is_emulated = _is_emulated(dtype, device)
+        self.is_emulated = _is_emulated(form.dtype, form.device)
         self._handles: dict[str, Any] = {}
         for file in weight_files(path):
             handle = files.enter_context(safe_open(file, framework="pt"))
@@ -171,19 +191,36 @@ class _Tensors:
 
     def take(self, name: str, *cuts: Cut) -> torch.Tensor:
         """The tensor called `name` in the dtype and on the device of the model."""
-        return self._empty(*(cut.count for cut in cuts)).copy_(self._mapped(name, *cuts))
+        return self._empty(self.form.dtype, *(cut.count for cut in cuts)).copy_(self._mapped(name, *cuts))
+
+    def matrix(self, parts: dict[str, Cut], inputs: Cut) -> torch.Tensor | Int8Weight:
+        """The matrices called so, each of so many rows, one below the other; quantized if the model is to be."""
+        num_rows = sum(outputs.count for outputs in parts.values())
+        made: torch.Tensor | Int8Weight
+        if self.form.quantization == "int8":
+            made = Int8Weight.empty(num_rows, inputs.count, self._empty)
+        else:
+            made = self._empty(self.form.dtype, num_rows, inputs.count)
+        row = 0
+        for name, outputs in parts.items():
+            part = self._mapped(name, outputs, inputs)
+            if isinstance(made, Int8Weight):
+                made.put(row, part)
+            else:
+                made[row : row + outputs.count] = part
+            row += outputs.count
+        return made
 
     def fused(self, prefix: str, parts: dict[str, Cut], inputs: Cut, *, bias: bool) -> Linear:
         """The projections `prefix` + part, each of so many outputs, as one map with their outputs side by side.
 
         Where the inputs are cut the ranks' outputs are added up, so only the first rank has the bias.
         """
-        weight = self._empty(sum(outputs.count for outputs in parts.values()), inputs.count)
-        offsets = self._empty(weight.shape[0]) if bias else None
+        weight = self.matrix({f"{prefix}{part}.weight": outputs for part, outputs in parts.items()}, inputs)
+        offsets = self._empty(self.form.dtype, weight.shape[0]) if bias else None
         row = 0
         for part, outputs in parts.items():
             end = row + outputs.count
-            weight[row:end] = self._mapped(f"{prefix}{part}.weight", outputs, inputs)
             if offsets is not None:
                 offsets[row:end] = self._mapped(f"{prefix}{part}.bias", outputs)
             row = end
@@ -199,18 +236,26 @@ class _Tensors:
 
     def _memory(self) -> torch.Tensor | None:
         """Room for all tensors in one piece, on a CPU; for those of a shard about that."""
-        if self._device != "cpu":
+        if self.form.device != "cpu":
             return None
         shapes = [handle.get_slice(name).get_shape() for name, handle in self._handles.items()]
-        sizes = [-(-math.prod(shape) // self.shard.size) for shape in shapes]
-        return allocate(sum(-(-size * self._dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes))
+        return allocate(sum(self._tensor_bytes(shape) for shape in shapes))
 
-    def _empty(self, *shape: int) -> torch.Tensor:
-        num_bytes = math.prod(shape) * self._dtype.itemsize
+    def _tensor_bytes(self, shape: list[int]) -> int:
+        """With what alignment may add."""
+        num_bytes = math.prod(shape) * self.form.dtype.itemsize
+        if len(shape) == 2:
+            num_bytes = matrix_bytes(
+                *shape, quantization=self.form.quantization, element_bytes=self.form.dtype.itemsize
+            )
+        return -(-num_bytes // self.form.shard.size) + 2 * ALIGNMENT_BYTES
+
+    def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
         if self._free is None or len(self._free) < num_bytes:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self.form.device)
         taken, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES :]
-        return taken.view(self._dtype).view(shape)
+        return taken.view(dtype).view(shape)
 
     def _mapped(self, name: str, *cuts: Cut) -> torch.Tensor:
         handle = self._handles.get(name)

@@ -425,6 +425,7 @@ class ModelFingerprint(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name under which the model is served."""
     weights: _builtins.str
@@ -435,6 +436,8 @@ class ModelFingerprint(_message.Message):
     """Type of the activations and the KV cache: `float32`, `bfloat16` or `float16`. Empty from a process that
     holds no weights.
     """
+    quantization: _builtins.str
+    """What was made of the weights when they were loaded: `none` or `int8`. Empty from a process that holds no weights."""
     def __init__(
         self,
         *,
@@ -442,10 +445,11 @@ class ModelFingerprint(_message.Message):
         weights: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "model", b"model", "tokenizer", b"tokenizer", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "model", b"model", "quantization", b"quantization", "tokenizer", b"tokenizer", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

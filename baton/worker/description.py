@@ -71,6 +71,7 @@ class WorkerDescription:
                 weights=fingerprint.weights,
                 tokenizer=fingerprint.tokenizer,
                 dtype=fingerprint.dtype,
+                quantization=fingerprint.quantization,
             ),
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,

@@ -30,11 +30,13 @@ def read_attempt_id(attempt_id: str) -> str:
 
 
 def require_fingerprint(message: common_pb2.ModelFingerprint, ours: ModelFingerprint, *, worker_id: str) -> None:
-    """Raises FailedPreconditionError when the gateway made the ids for another model. `dtype` is not compared."""
+    """Raises FailedPreconditionError when the gateway made the ids for another model. Numerics are not compared."""
     for name in ("model", "tokenizer"):
         if not getattr(message, name):
             raise InvalidArgumentError(f"fingerprint.{name}", "must not be empty")
-    theirs = ModelFingerprint(model=message.model, weights=message.weights, tokenizer=message.tokenizer, dtype="")
+    theirs = ModelFingerprint(
+        model=message.model, weights=message.weights, tokenizer=message.tokenizer, dtype="", quantization=""
+    )
     ours.require_equal(theirs, ours=worker_id, theirs="the request")
 
 

@@ -81,13 +81,14 @@ def load(
         from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
         from baton.engine.model_config import DecoderConfig
         from baton.engine.native.build import compiler
-        from baton.engine.precision import resolve_dtype
+        from baton.engine.precision import require_quantization, resolve_dtype
         from baton.engine.threads import use_threads
         from baton.engine.torch_executor import TorchExecutor
         from baton.structure.compiler import StructureCompiler
     use_threads(engine.num_threads)
     with phase("configure"):
         dtype = resolve_dtype(engine.dtype, engine.device)
+        require_quantization(engine.quantization, engine.device)
         config = DecoderConfig.from_folder(model.path)
         needs = WorkerNeeds(
             role=role,
@@ -111,9 +112,10 @@ def load(
             weights=weights_fingerprint(model.path),
             tokenizer=tokenizer_fingerprint(model.path),
             dtype=dtype,
+            quantization=engine.quantization,
         )
         cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
-        executor = TorchExecutor.from_folder(model.path, pool=pool, device=engine.device, cores=cores)
+        executor = TorchExecutor.from_folder(model.path, pool=pool, quantization=engine.quantization, cores=cores)
         verifying.result()
     with phase("tokenizer"):
         structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)

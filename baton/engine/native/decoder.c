@@ -2,9 +2,11 @@
  *
  * Every thread of the team runs `step_work`; between two phases they wait for each other, and inside a phase each
  * takes shares of the loop as it gets free. No result depends on who computed it. Activations are float32. Rows of
- * activations lie in the weights' order (simd.h) wherever a product with weights reads them.
+ * activations lie in the weights' order (simd.h) wherever a product with weights reads them; whoever completes a row
+ * for int8 weights also rounds it.
  */
 #include "attention.h"
+#include "int8.h"
 #include "linear.h"
 #include "simd.h"
 #include "threads.h"
@@ -28,6 +30,7 @@ struct model {
     double norm_epsilon, rope_scale;
     const float *inv_freq, *final_norm;
     const void *embeddings;
+    const uint16_t *embedding_scale; /* as in struct linear */
     const struct layer *layer;
     struct linear head;
     char *pool;
@@ -67,15 +70,23 @@ struct decoder {
     int64_t room_for_rows, room_for_spans;
     float *hidden, *normed, *qkv, *queries, *mixed, *gate_up, *cosine, *sine;
     float *partial; /* [span][span_floats] */
+    /* For int8 weights: what the next product reads, rounded, and each row's step. */
+    int16_t *rounded;
+    float *steps;
+    size_t rounded_stride;
 };
 
 static void embed(struct decoder *d, int64_t row) {
     const struct model *m = &d->model;
+    struct linear table = {m->embeddings, m->embedding_scale, NULL, m->vocabulary, m->hidden};
+    table = linear_from((int)m->type, &table, d->batch.tokens[row]);
     size_t bytes = element_bytes((int)m->type), hidden = (size_t)m->hidden, whole = hidden / BLOCK * BLOCK;
-    const char *from = (const char *)m->embeddings + (size_t)d->batch.tokens[row] * hidden * bytes;
+    const char *from = table.weight;
     float *to = d->hidden + (size_t)row * d->hidden_stride;
     vf first, second;
-    for (size_t i = 0; i < d->hidden_stride; i += BLOCK) {
+    if (m->type == INT8)
+        for (size_t i = 0; i < hidden; i++) to[i] = from_bfloat16(table.scale[i / GROUP]) * ((const int8_t *)from)[i];
+    for (size_t i = 0; m->type != INT8 && i < d->hidden_stride; i += BLOCK) {
         if (i < whole)
             widen((int)m->type, from + i * bytes, &first, &second);
         else
@@ -98,6 +109,12 @@ static void norm_row(const float *x, const float *weight, float *to, size_t stri
     for (size_t i = 0; i < stride; i += LANES) squares = fused(load(x + i), load(x + i), squares);
     float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)count + (float)epsilon);
     for (size_t i = 0; i < stride; i += LANES) store(to + i, load(x + i) * scale * load(weight + i));
+}
+
+/* Called when row `row` of what the next product reads is complete. */
+static void complete_row(struct decoder *d, const float *x, int64_t row, int64_t count) {
+    if (d->model.type == INT8)
+        d->steps[row] = round_row(x, (size_t)count, d->rounded + (size_t)row * d->rounded_stride);
 }
 
 /* Normalises (if `weight`) and rotates one head in place. */
@@ -158,6 +175,7 @@ static void combine_spans(struct decoder *d, const int32_t *first_span, int64_t 
         for (size_t i = 0; i < h->head_dim; i++)
             to[place((int)d->model.type, head * h->head_dim + i)] = sums[place(h->type, i)] / total;
     }
+    complete_row(d, to, row, (int64_t)(h->query_heads * h->head_dim));
 }
 
 /* Outputs of a product that one thread computes at a time: enough shares for an even end, none of them tiny. */
@@ -165,6 +183,16 @@ static int64_t share_of(const struct decoder *d, int64_t out) {
     int64_t share = out / (4 * d->team.size);
     share = (share + SHARE_STEP - 1) / SHARE_STEP * SHARE_STEP;
     return share > 256 ? 256 : share < SHARE_STEP ? SHARE_STEP : share;
+}
+
+/* Outputs `from` up to `to` for some of the rows of x. */
+static void part_of_linear(struct decoder *d, const struct linear *linear, const float *x, size_t x_stride,
+                           int64_t first, int rows, int64_t from, int64_t to, struct target target) {
+    if (d->model.type == INT8)
+        int8_range(linear, d->rounded + (size_t)first * d->rounded_stride, d->rounded_stride, d->steps + first, rows,
+                   from, to, target);
+    else
+        linear_range((int)d->model.type, linear, x + (size_t)first * x_stride, x_stride, rows, from, to, target);
 }
 
 static void linear_phase(struct decoder *d, const struct linear *linear, const float *x, size_t x_stride,
@@ -175,8 +203,8 @@ static void linear_phase(struct decoder *d, const struct linear *linear, const f
         for (int64_t r = 0; r < rows; r += ROWS_AT_A_TIME) {
             struct target part = target;
             part.y += (size_t)r * target.stride;
-            linear_range((int)d->model.type, linear, x + (size_t)r * x_stride, x_stride,
-                         (int)(rows - r < ROWS_AT_A_TIME ? rows - r : ROWS_AT_A_TIME), from, to, part);
+            part_of_linear(d, linear, x, x_stride, r, (int)(rows - r < ROWS_AT_A_TIME ? rows - r : ROWS_AT_A_TIME),
+                           from, to, part);
         }
     }
     team_wait(&d->team);
@@ -185,22 +213,19 @@ static void linear_phase(struct decoder *d, const struct linear *linear, const f
 /* silu(gate) * up into the place of gate. */
 static void gate_up_phase(struct decoder *d, const struct layer *layer) {
     const struct model *m = &d->model;
-    int type = (int)m->type;
-    size_t stride = 2 * d->inner_stride, row_bytes = (size_t)m->hidden * element_bytes(type);
-    struct linear gate = layer->gate_up, up = layer->gate_up;
-    gate.out = up.out = m->inner;
-    up.weight = (const char *)up.weight + (size_t)m->inner * row_bytes;
-    if (up.bias) up.bias += m->inner;
+    size_t stride = 2 * d->inner_stride;
+    struct linear gate = layer->gate_up, up = linear_from((int)m->type, &layer->gate_up, m->inner);
+    gate.out = m->inner;
     int64_t share = share_of(d, m->inner), shares = (m->inner + share - 1) / share;
     for (int64_t i; (i = team_take(&d->team, shares)) >= 0;) {
         int64_t from = i * share, to = from + share < m->inner ? from + share : m->inner;
         for (int64_t r = 0; r < d->batch.rows; r += ROWS_AT_A_TIME) {
             int rows = (int)(d->batch.rows - r < ROWS_AT_A_TIME ? d->batch.rows - r : ROWS_AT_A_TIME);
-            const float *x = d->normed + (size_t)r * d->hidden_stride;
             float *y = d->gate_up + (size_t)r * stride;
-            linear_range(type, &gate, x, d->hidden_stride, rows, from, to, (struct target){y, stride, 1, 0});
-            linear_range(type, &up, x, d->hidden_stride, rows, from, to,
-                         (struct target){y + d->inner_stride, stride, 1, 0});
+            part_of_linear(d, &gate, d->normed, d->hidden_stride, r, rows, from, to,
+                           (struct target){y, stride, 1, 0});
+            part_of_linear(d, &up, d->normed, d->hidden_stride, r, rows, from, to,
+                           (struct target){y + d->inner_stride, stride, 1, 0});
             for (int row = 0; row < rows; row++, y += stride)
                 for (size_t c = (size_t)from; c < padded((size_t)to); c += LANES) {
                     vf g = load(y + c);
@@ -209,12 +234,22 @@ static void gate_up_phase(struct decoder *d, const struct layer *layer) {
         }
     }
     team_wait(&d->team);
+    if (m->type != INT8) return;
+    for (int64_t r; (r = team_take(&d->team, d->batch.rows)) >= 0;)
+        complete_row(d, d->gate_up + (size_t)r * stride, r, m->inner);
+    team_wait(&d->team);
+}
+
+/* Normalises row `from` of the hidden states into row `to`. */
+static void norm_into(struct decoder *d, int64_t from, const float *weight, int64_t to) {
+    float *normed = d->normed + (size_t)to * d->hidden_stride;
+    norm_row(d->hidden + (size_t)from * d->hidden_stride, weight, normed, d->hidden_stride, (size_t)d->model.hidden,
+             d->model.norm_epsilon);
+    complete_row(d, normed, to, d->model.hidden);
 }
 
 static void norm_phase(struct decoder *d, const float *weight) {
-    for (int64_t r; (r = team_take(&d->team, d->batch.rows)) >= 0;)
-        norm_row(d->hidden + (size_t)r * d->hidden_stride, weight, d->normed + (size_t)r * d->hidden_stride,
-                 d->hidden_stride, (size_t)d->model.hidden, d->model.norm_epsilon);
+    for (int64_t r; (r = team_take(&d->team, d->batch.rows)) >= 0;) norm_into(d, r, weight, r);
     team_wait(&d->team);
 }
 
@@ -255,8 +290,7 @@ static void step_work(void *argument) {
         linear_phase(d, &layer->down, d->gate_up, 2 * d->inner_stride, rows, to_hidden);
     }
     for (int64_t s; (s = team_take(&d->team, d->batch.sampled)) >= 0;)
-        norm_row(d->hidden + (size_t)d->batch.sampled_rows[s] * d->hidden_stride, m->final_norm,
-                 d->normed + (size_t)s * d->hidden_stride, d->hidden_stride, (size_t)m->hidden, m->norm_epsilon);
+        norm_into(d, d->batch.sampled_rows[s], m->final_norm, s);
     team_wait(&d->team);
     linear_phase(d, &m->head, d->normed, d->hidden_stride, d->batch.sampled,
                  (struct target){d->batch.logits, (size_t)m->vocabulary, 0, 0});
@@ -305,6 +339,8 @@ static int make_room(struct decoder *d, int64_t rows, int64_t spans) {
               RENEW(d->qkv, rows, d->qkv_stride * 4) && RENEW(d->queries, rows, queries * 4) &&
               RENEW(d->mixed, rows, d->mixed_stride * 4) && RENEW(d->gate_up, rows, 2 * d->inner_stride * 4) &&
               RENEW(d->cosine, rows, half * 4) && RENEW(d->sine, rows, half * 4) &&
+              (d->model.type != INT8 ||
+               (RENEW(d->rounded, rows, d->rounded_stride * 2) && RENEW(d->steps, rows, 4))) &&
               RENEW(d->spans[0].first, rows + 1, sizeof(int32_t)) &&
               RENEW(d->spans[1].first, rows + 1, sizeof(int32_t))))
             return 0;
@@ -344,8 +380,9 @@ EXPORT void baton_use_threads(struct decoder *d, int threads) {
 
 EXPORT void baton_destroy(struct decoder *d) {
     if (d->team.size) team_end(&d->team);
-    void *all[] = {d->hidden, d->normed, d->qkv,    d->queries,        d->mixed,         d->gate_up,       d->cosine,
-                   d->sine,   d->partial, d->spans[0].first, d->spans[1].first, d->spans[0].span, d->spans[1].span};
+    void *all[] = {d->hidden, d->normed,  d->qkv,     d->queries, d->mixed,          d->gate_up,        d->cosine,
+                   d->sine,   d->partial, d->rounded, d->steps,   d->spans[0].first, d->spans[1].first,
+                   d->spans[0].span, d->spans[1].span};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(d);
 }
@@ -364,6 +401,10 @@ EXPORT struct decoder *baton_create(const struct model *model, int threads) {
     d->mixed_stride = padded((size_t)m->query_heads * head_dim);
     d->inner_stride = padded((size_t)m->inner);
     d->qkv_stride = padded((size_t)m->query_heads * head_dim + 2 * kv_dim);
+    if (m->type == INT8) {
+        size_t widest = d->hidden_stride > d->mixed_stride ? d->hidden_stride : d->mixed_stride;
+        d->rounded_stride = grouped(widest > d->inner_stride ? widest : d->inner_stride);
+    }
     d->half_bytes = (size_t)m->block_size * kv_dim * element_bytes((int)m->cache_type);
     d->block_bytes = (size_t)m->layers * 2 * d->half_bytes;
     for (int64_t i = 0; i < m->layers; i++)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core.errors import StartupError
+from baton.engine.int8_weight import Int8Weight
 from baton.engine.native.library import NO_MEMORY, OK, TYPES, Batch, Layer, Linear, Model, open_library
 
 if TYPE_CHECKING:
@@ -81,7 +82,11 @@ class NativeDecoder:
         return self._logits[: len(sampled)]
 
     def _describe(self, config: DecoderConfig, weights: torch_weights.DecoderWeights, pool: KVPool) -> Model:
-        weight_type = TYPES[str(weights.embeddings.dtype).removeprefix("torch.")]
+        embeddings = weights.embeddings
+        table, scales = (
+            (embeddings.values, embeddings.scales) if isinstance(embeddings, Int8Weight) else (embeddings, None)
+        )
+        weight_type = TYPES[str(table.dtype).removeprefix("torch.")]
         layers = (Layer * config.num_layers)(
             *(
                 Layer(
@@ -115,16 +120,22 @@ class NativeDecoder:
             rope_scale=config.rope_scale,
             inv_freq=self._plain(torch.tensor(config.inv_freq)),
             final_norm=self._row(weights.final_norm, weight_type),
-            embeddings=weights.embeddings.data_ptr(),
+            embeddings=table.data_ptr(),
+            embedding_scale=None if scales is None else scales.data_ptr(),
             layer=layers,
             head=self._linear(weights.head),
             pool=pool.tensor.data_ptr(),
         )
 
     def _linear(self, linear: torch_weights.Linear) -> Linear:
-        assert linear.weight.is_contiguous()
-        out_features, in_features = linear.weight.shape
-        return Linear(weight=linear.weight.data_ptr(), bias=self._plain(linear.bias), out=out_features, in_=in_features)
+        weight = linear.weight
+        out_features, in_features = weight.shape
+        described = Linear(bias=self._plain(linear.bias), out=out_features, in_=in_features)
+        if isinstance(weight, Int8Weight):
+            described.scale, weight = weight.scales.data_ptr(), weight.values
+        assert weight.is_contiguous()
+        described.weight = weight.data_ptr()
+        return described
 
     def _plain(self, vector: torch.Tensor | None) -> int | None:
         """The address of a float32 copy."""

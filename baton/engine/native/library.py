@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from pathlib import Path
 
-TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 OK, NO_MEMORY, NO_SUCH_TOKEN = 0, 1, 2
 
 
 class Linear(Structure):
-    """A product with weights [out, in]; `bias` is float32 or None."""
+    """A product with weights [out, in]; `scale` is of int8 weights, `bias` float32 or None."""
 
-    _fields_: ClassVar = [("weight", c_void_p), ("bias", c_void_p), ("out", c_int64), ("in_", c_int64)]
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, c_int64) for name in ("out", "in_")),
+    ]
 
 
 class Layer(Structure):
@@ -36,7 +39,7 @@ class Model(Structure):
         *((name, c_int64) for name in ("type", "cache_type", "vocabulary", "hidden", "inner", "layers")),
         *((name, c_int64) for name in ("query_heads", "kv_heads", "head_dim", "block_size")),
         *((name, c_double) for name in ("norm_epsilon", "rope_scale")),
-        *((name, c_void_p) for name in ("inv_freq", "final_norm", "embeddings")),
+        *((name, c_void_p) for name in ("inv_freq", "final_norm", "embeddings", "embedding_scale")),
         ("layer", POINTER(Layer)),
         ("head", Linear),
         ("pool", c_void_p),

@@ -18,9 +18,26 @@
 /* Mirrored by baton.engine.native.library.Linear. */
 struct linear {
     const void *weight;
-    const float *bias; /* or NULL */
+    const uint16_t *scale; /* bfloat16, of each group of an int8 weight; else NULL */
+    const float *bias;     /* or NULL */
     int64_t out, in;
 };
+
+#define GROUP 64 /* elements of an int8 weight that share a scale; mirrored by baton.engine.quantization */
+
+/* Elements of a row of int8 weights, in whole groups. */
+INLINE size_t grouped(size_t count) { return (count + GROUP - 1) / GROUP * GROUP; }
+
+/* The same map without its first `first` outputs. */
+INLINE struct linear linear_from(int type, const struct linear *linear, int64_t first) {
+    size_t in = (size_t)linear->in, row_bytes = type == INT8 ? grouped(in) : in * element_bytes(type);
+    struct linear rest = *linear;
+    rest.weight = (const char *)rest.weight + (size_t)first * row_bytes;
+    if (rest.scale) rest.scale += (size_t)first * (grouped(in) / GROUP);
+    if (rest.bias) rest.bias += first;
+    rest.out -= first;
+    return rest;
+}
 
 /* A product's operands: weight row o begins at weight + o * weight_bytes, `in` elements; activations of row r at
  * x + r * x_stride, in the weights' order. */

@@ -1,4 +1,4 @@
-/* Vectors of the machine's own width, and the three element types that weights and caches are kept in.
+/* Vectors of the machine's own width, and the element types that weights and caches are kept in.
  *
  * A "block" is 2 * LANES consecutive elements. Widening a block of bfloat16 gives its even and its odd elements in
  * two vectors, which costs a shift and a mask; keeping them in order would cost shuffles. So whatever is multiplied
@@ -29,7 +29,7 @@
 #define BLOCK (2 * LANES)
 #define INLINE static inline __attribute__((always_inline))
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 }; /* INT8: weights only, see int8.h */
 
 typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
@@ -165,6 +165,13 @@ INLINE void widen_rest(int type, const void *from, size_t count, vf *first, vf *
     char rest[BLOCK * 4] = {0};
     memcpy(rest, from, count * element_bytes(type));
     widen(type, rest, first, second);
+}
+
+INLINE float from_bfloat16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
 }
 
 INLINE uint16_t to_bfloat16(float value) {

@@ -16,7 +16,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.torch_executor import TorchExecutor
-from baton.engine.weights import WIDENED_ELEMENTS, DecoderWeights, Linear
+from baton.engine.weights import WIDENED_ELEMENTS, DecoderWeights, Linear, WeightForm
 from tests.integration.engine import families
 from tests.integration.engine.sequences import GREEDY, Sequence, generate
 
@@ -139,7 +139,7 @@ def test_half_precision_stays_close_to_float32(tmp_path: Path, family: str, dtyp
     expected = families.reference_logits(families.reference_model(tmp_path), tokens)
     config = DecoderConfig.from_folder(tmp_path)
     pool = KVPool(config.kv_layout(4, dtype), 12)
-    weights = DecoderWeights.from_folder(tmp_path, config, dtype=getattr(torch, dtype), device="cpu")
+    weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=getattr(torch, dtype)))
     model = DecoderModel(config, weights)
     for start, end in ((0, 11), (11, 36), (36, 37)):
         piece = SequenceSlice(

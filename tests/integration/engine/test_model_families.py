@@ -12,7 +12,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.torch_executor import TorchExecutor
-from baton.engine.weights import DecoderWeights
+from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
 from tests.integration.engine.sequences import GREEDY, Sequence, generate, step
 
@@ -34,7 +34,7 @@ class Subject:
         self.pool = KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
         # What lies in unused blocks must never matter.
         self.pool.tensor.normal_(std=100.0)
-        weights = DecoderWeights.from_folder(folder, config, dtype=torch.float32, device="cpu")
+        weights = DecoderWeights.from_folder(folder, config, WeightForm(dtype=torch.float32))
         self.model = DecoderModel(config, weights)
         self.executor = TorchExecutor(self.model, self.pool)
 

@@ -21,7 +21,7 @@ from baton.engine.native.chunks import ChunkAttention
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.sharding import Shard
 from baton.engine.torch_executor import TorchExecutor
-from baton.engine.weights import DecoderWeights
+from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
 from tests.integration.engine.sequences import Sequence, step
 
@@ -277,7 +277,7 @@ def test_plans_are_run_in_turn(config: DecoderConfig, native_library: Path) -> N
 def test_a_step_of_every_family_equals_that_of_torch(name: str, native_library: Path, tmp_path: Path) -> None:
     families.save_model(name, tmp_path)
     config = DecoderConfig.from_folder(tmp_path)
-    weights = DecoderWeights.from_folder(tmp_path, config, dtype=torch.float32, device="cpu")
+    weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
     kernel = ChunkAttention(config, native_library)
     pools = [noisy_pool(config, 400, block_size=4) for _ in range(2)]
     plan = chunks(pools[0], *SPANS[:4])
@@ -290,7 +290,7 @@ def test_a_step_of_every_family_equals_that_of_torch(name: str, native_library: 
 def test_chunks_and_single_tokens_give_the_tokens_of_generate(native_library: Path, tmp_path: Path) -> None:
     families.save_model("qwen3-window", tmp_path)
     config = DecoderConfig.from_folder(tmp_path)
-    weights = DecoderWeights.from_folder(tmp_path, config, dtype=torch.float32, device="cpu")
+    weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
     pool = noisy_pool(config, 400, block_size=4)
     model = DecoderModel(config, weights, attention=ChunkAttention(config, native_library))
     executor = TorchExecutor(model, pool, NativeDecoder(model, pool, library=native_library, num_threads=2))
@@ -306,7 +306,7 @@ def test_chunks_and_single_tokens_give_the_tokens_of_generate(native_library: Pa
 
 def test_a_real_model_has_the_logits_of_torch(model_folder: Path, native_library: Path) -> None:
     config = DecoderConfig.from_folder(model_folder)
-    weights = DecoderWeights.from_folder(model_folder, config, dtype=torch.bfloat16, device="cpu")
+    weights = DecoderWeights.from_folder(model_folder, config, WeightForm(dtype=torch.bfloat16))
     pools = [KVPool(config.kv_layout(16, "bfloat16"), 20) for _ in range(2)]
     kernel = ChunkAttention(config, native_library)
     models = [DecoderModel(config, weights), DecoderModel(config, weights, attention=kernel)]

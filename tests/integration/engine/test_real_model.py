@@ -13,7 +13,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.torch_executor import TorchExecutor
-from baton.engine.weights import DecoderWeights
+from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
 from tests.integration.engine.sequences import GREEDY, Sequence, step
 
@@ -31,7 +31,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def real(model_folder: Path) -> tuple[DecoderModel, KVPool, Any, list[list[int]]]:
     config = DecoderConfig.from_folder(model_folder)
-    weights = DecoderWeights.from_folder(model_folder, config, dtype=torch.float32, device="cpu")
+    weights = DecoderWeights.from_folder(model_folder, config, WeightForm(dtype=torch.float32))
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     pool = KVPool(config.kv_layout(16, "float32"), 40)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, ScoredIds, SequenceSlice
+from baton.engine.int8_weight import Int8Weight
 from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import compiler
-from baton.engine.sizing import StepShape, count_parameters, step_bytes
+from baton.engine.sizing import StepShape, count_parameters, step_bytes, weight_bytes
 from baton.engine.torch_executor import TorchExecutor
+from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
 
 if TYPE_CHECKING:
@@ -80,6 +83,26 @@ def test_parameters_of_the_real_model(model_folder):
     counted = count_parameters(DecoderConfig.from_folder(model_folder))
     assert counted.total == stored_parameters(model_folder) == 134_515_008
     assert counted.head == 0
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("name", ["llama-biased", "llama-tied", "qwen3"])
+def test_bytes_of_weights_are_those_that_are_loaded(name, quantization, tmp_path):
+    families.save_model(name, tmp_path)
+    config = DecoderConfig.from_folder(tmp_path)
+    weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.bfloat16, quantization=quantization))
+
+    def bytes_of(value) -> int:
+        if isinstance(value, torch.Tensor | Int8Weight):
+            return value.nbytes
+        if isinstance(value, tuple):
+            return sum(map(bytes_of, value))
+        if is_dataclass(value):
+            return sum(bytes_of(getattr(value, field.name)) for field in fields(value))
+        return 0
+
+    loaded = bytes_of(weights) - (bytes_of(weights.head) if config.tied_embeddings else 0)
+    assert weight_bytes(config, element_bytes=2, quantization=quantization) == loaded
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.rank_group import RankGroup
 from baton.engine.sharding import Shard
-from baton.engine.weights import DecoderWeights
+from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
 from tests.integration.engine.sequences import GREEDY, Sequence
 
@@ -43,7 +43,7 @@ class Ranks:
         self.models = [
             DecoderModel(
                 config.part(shard),
-                DecoderWeights.from_folder(folder, config, dtype=torch.float32, device="cpu", shard=shard),
+                DecoderWeights.from_folder(folder, config, WeightForm(dtype=torch.float32, shard=shard)),
                 group,
             )
             for shard, group in zip(self._shards, self._groups, strict=True)
@@ -110,7 +110,7 @@ def run(forward: Callable[[BatchPlan], torch.Tensor], sequences: list[Sequence],
 def test_two_ranks_give_the_logits_and_the_cache_of_one(name, tmp_path, start) -> None:
     families.save_model(name, tmp_path)
     config = DecoderConfig.from_folder(tmp_path)
-    weights = DecoderWeights.from_folder(tmp_path, config, dtype=torch.float32, device="cpu")
+    weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
     alone, pool = DecoderModel(config, weights), KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
     ranks = start(tmp_path, 2)
     expected_work, divided_work = work(), work()

@@ -210,6 +210,7 @@ async def test_many_requests_shake_hands_once(source, directory, listener):
     [
         ({"fingerprint": replace(FINGERPRINT, weights="w2")}, "weights", ("w1", "w2")),
         ({"fingerprint": replace(FINGERPRINT, tokenizer="t2")}, "tokenizer", ("t1", "t2")),
+        ({"fingerprint": replace(FINGERPRINT, quantization="int8")}, "quantization", ("none", "int8")),
         ({"layout": replace(LAYOUT, num_layers=3)}, "num_layers", ("2", "3")),
         ({"layout": replace(LAYOUT, dtype="float32")}, "dtype", ("bfloat16", "float32")),
     ],
@@ -227,11 +228,13 @@ async def test_workers_that_do_not_fit_are_told_both_values_and_get_no_secret(
     assert listener.opened == []
 
 
-async def test_a_reader_that_converts_may_have_another_block_size_and_element_type(source, channels, listener, leases):
+async def test_a_reader_that_converts_may_have_another_block_size_and_other_numerics(
+    source, channels, listener, leases
+):
     mine = replace(
         DECODE,
         layout=replace(LAYOUT, block_size=32, dtype="float32"),
-        fingerprint=replace(FINGERPRINT, dtype="float32"),
+        fingerprint=replace(FINGERPRINT, dtype="float32", quantization="int8"),
         converts_dtype=True,
     )
     async with PeerDirectory.serve(SourceCalls(mine, channels, from_call), listener, TIMINGS) as directory:

@@ -56,6 +56,11 @@ def test_seven_billion_parameters_at_16_bits_are_14_gb():
     assert made.token_bytes == 512 * 1024  # 2 x 32 layers x 4096 x 2 bytes
 
 
+def test_int8_takes_a_byte_and_a_32nd():
+    made = plan(80 * GIB, quantization="int8")
+    assert round(made.weight_bytes / made.parameters.total, 3) == 1.031
+
+
 def test_an_absolute_size_wins_over_a_fraction():
     made = plan(80 * GIB, kv_cache_bytes=3 * GIB, memory_fraction=0.9)
     assert made.kv_bytes == 3 * GIB

@@ -5,7 +5,7 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.engine import precision
-from baton.engine.precision import resolve_dtype
+from baton.engine.precision import require_quantization, resolve_dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -41,3 +41,10 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     for dtype in ("auto", "float32"):
         with pytest.raises(StartupError, match=r"^engine\.device: cuda:1 "):
             resolve_dtype(dtype, "cuda:1")
+
+
+def test_int8_without_kernels_for_the_device_is_refused() -> None:
+    require_quantization("int8", "cpu")
+    require_quantization("none", "cuda")
+    with pytest.raises(StartupError, match=r"^engine\.quantization: int8 has kernels for cpu only, not for cuda:1"):
+        require_quantization("int8", "cuda:1")

@@ -12,7 +12,7 @@ from baton.core.model import ModelFingerprint
 from baton.core.workers import Route, Ticket, WorkerRecord, WorkerRole, WorkerState, WorkerView
 from gateway.routing import Router
 
-OURS = ModelFingerprint(model="m", weights="w", tokenizer="t", dtype="")
+OURS = ModelFingerprint(model="m", weights="w", tokenizer="t", dtype="", quantization="")
 ROUTER = Router(OURS)
 TICKET = Ticket(attempt_id="a", request_id="r", queue_class="chat", prompt_tokens=33, max_tokens=31)
 
@@ -58,6 +58,7 @@ def test_a_route_takes_blocks_for_the_prompt_and_for_all() -> None:
         ({"fingerprint": replace(OURS, tokenizer="x")}, {}),
         ({}, {"fingerprint": replace(OURS, weights="x")}),
         ({}, {"fingerprint": replace(OURS, dtype="bfloat16")}),
+        ({}, {"fingerprint": replace(OURS, dtype="float32", quantization="int8")}),
     ],
 )
 def test_no_route_without_credit_and_fit_on_both_sides(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
@@ -83,9 +84,10 @@ def test_ties_go_by_name_so_that_all_gateways_agree() -> None:
         assert (route.prefill_id, route.decode_id) == ("p1", "d1")
 
 
-def test_hosts_block_sizes_and_with_consent_element_types_may_differ() -> None:
+def test_hosts_block_sizes_and_with_consent_numerics_may_differ() -> None:
     # 64 tokens of prompt and output: 2 blocks of 32.
-    other = {"host_id": "elsewhere", "block_size": 32, "fingerprint": replace(OURS, dtype="bfloat16")}
+    numerics = {"dtype": "bfloat16", "quantization": "int8"}
+    other = {"host_id": "elsewhere", "block_size": 32, "fingerprint": replace(OURS, **numerics)}
     route = ROUTER.choose_route(TICKET, [view("p1"), view("d1", converts_dtype=True, **other)])
     assert route.decode_blocks == 2
 
@@ -119,7 +121,11 @@ WORKERS = st.builds(
     granted_blocks=st.integers(0, 8),
     granted_seqs=st.integers(0, 2),
     host_id=st.sampled_from(("h1", "h2", "h3")),
-    fingerprint=st.sampled_from([replace(OURS, dtype=dtype) for dtype in ("float32", "bfloat16")]),
+    fingerprint=st.builds(
+        lambda *numerics: replace(OURS, dtype=numerics[0], quantization=numerics[1]),
+        st.sampled_from(("float32", "bfloat16")),
+        st.sampled_from(("none", "int8")),
+    ),
     converts_dtype=st.booleans(),
     num_blocks=st.sampled_from((8, 16)),
     block_size=st.sampled_from((8, 16)),
@@ -137,7 +143,7 @@ def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], 
         for d in views
         if p.record.role is WorkerRole.PREFILL
         and d.record.role is WorkerRole.DECODE
-        and (d.record.converts_dtype or p.record.fingerprint.dtype == d.record.fingerprint.dtype)
+        and (d.record.converts_dtype or p.record.fingerprint.numerics == d.record.fingerprint.numerics)
     ]
 
     def rank(p: WorkerView, d: WorkerView) -> Any:
