@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_another_compiler_or_instruction_set_has_its_own(fake_compiler: Path, tm
     (fake_compiler / "version").write_text("2.0")
     paths.add(build(tmp_path / "cache"))
     assert len(paths - {None}) == 3
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")
+@pytest.mark.parametrize("machine", ["-march=x86-64-v3", "-march=skylake-avx512", "-march=sapphirerapids"])
+def test_it_compiles_for_processors_that_are_not_this_one(tmp_path: Path, machine: str) -> None:
+    assert build(tmp_path / "cache", machine=machine) is not None
 
 
 def test_another_processor_has_its_own(fake_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
