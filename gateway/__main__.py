@@ -22,6 +22,7 @@ from baton.telemetry.tracing import setup_tracing
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
 from gateway.attempts import Deployment
 from gateway.fleet import Fleet
+from gateway.prefixes import KnownPrefixes
 from gateway.routing import Router
 from gateway.served_model import load_served_model
 from gateway.service import GatewayServicer, RequestSettings
@@ -82,11 +83,11 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 queue=queue,
                 router=router,
                 workers=WorkerCalls(channels),
+                prefixes=KnownPrefixes(shares=settings.shares_prefixes),
                 max_retries=settings.limits.max_retries,
             ),
             tracer=tracing.tracer,
             classes=classes,
-            shares_prefixes=settings.shares_prefixes,
         )
         requests = RequestSettings(
             clock=SystemClock(), instruments=instruments, request_timeout_s=settings.limits.request_timeout_s

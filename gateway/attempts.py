@@ -29,7 +29,7 @@ from gateway.losses import loss_of
 from gateway.worker_calls import DecodeEnd, FirstToken
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from baton.coordination.place import Place
     from baton.coordination.queue import AdmissionQueue
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gateway.losses import Loss
     from gateway.output import Output
     from gateway.phases import Phases
+    from gateway.prefixes import KnownPrefixes
     from gateway.progress import Progress
     from gateway.routing import Router
     from gateway.worker_calls import Attempt, PrefillCall, WorkerCalls
@@ -62,6 +63,7 @@ class Deployment:
     queue: AdmissionQueue
     router: Router
     workers: WorkerCalls
+    prefixes: KnownPrefixes
     max_retries: int
 
 
@@ -75,6 +77,7 @@ class Course:
     emit: Emit
     remaining_s: Callable[[], float]
     queue_timeout_s: float
+    prefix_names: Sequence[bytes]
 
 
 class Attempts:
@@ -222,6 +225,7 @@ class Attempts:
                 await stack.enter_async_context(call)
                 while not isinstance(first := await call.next(), FirstToken):
                     await self._emit_scored(first)
+            self._deployment.prefixes.learn(self._course.prefix_names, grant.prefill)
             if not self._output_ids:
                 self._cached_tokens = first.cached_tokens
                 self._course.progress.first_token()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, TypeAlias
+from zlib import crc32
 
 from baton.core.workers import Route, WorkerRole, WorkerState
 
@@ -23,15 +24,20 @@ class Router:
     def choose_route(self, ticket: Ticket, views: Sequence[WorkerView]) -> Route | None:
         """The least loaded pair with credit for the ticket; None when there is none now.
 
+        On the prefill side it is the worker with the least to compute until the prompt is done: what it has been
+        granted and not given back, and what it should not have cached of this prompt. So a prompt goes where its
+        beginning is, unless so much waits there that another worker is as fast without. On the decode side it is the
+        one whose blocks are least taken.
+
         A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot and blocks for
         prompt and output: what it reserves when it takes the sequence over. Ties go to a pair on one host, where
-        the handover is cheapest, then by name, so that every gateway decides alike. Lives of workers that the ticket
-        avoids are left out. Takes time in proportion to the
-        number of workers, not of pairs: a pair's load is the sum of both sides'.
+        the handover is cheapest, then to prefill workers by lot, so that all caches fill, and to decode workers by
+        name; the lot is the ticket's, so that every gateway decides alike. Lives of workers that the ticket avoids are
+        left out. Takes time in proportion to the number of workers, not of pairs: the sides are chosen apart.
         """
         best: tuple[_Rank, WorkerView, WorkerView] | None = None
         for prefills, decodes in self._sides([view for view in views if view.record.incarnation not in ticket.avoids]):
-            least = _best_pair(_least_loaded(prefills, ticket), _least_loaded(decodes, ticket))
+            least = _best_pair(ticket, _least_loaded(prefills, ticket), _least_loaded(decodes, ticket))
             if least is not None and (best is None or least[0] < best[0]):
                 best = least
         if best is None:
@@ -42,6 +48,7 @@ class Router:
             decode_id=decode.record.worker_id,
             prefill_blocks=_blocks_of(prefill, ticket),
             decode_blocks=_blocks_of(decode, ticket),
+            prefill_tokens=ticket.uncached_tokens(prefill.record),
         )
 
     def has_pair(self, views: Sequence[WorkerView]) -> bool:
@@ -88,7 +95,8 @@ class Router:
 
 
 _Load: TypeAlias = tuple[float, float]
-_Rank: TypeAlias = tuple[float, float, bool, str, str]
+_Turn: TypeAlias = tuple[int, str]
+_Rank: TypeAlias = tuple[float, float, float, bool, _Turn, _Turn]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -111,15 +119,11 @@ def _has_credit(view: WorkerView, ticket: Ticket) -> bool:
 
 
 def _least_loaded(views: Iterable[WorkerView], ticket: Ticket) -> tuple[_Load, list[WorkerView]]:
-    """Of the workers with credit those that are least full, and how full they are.
-
-    Blocks come first, for they stand for tokens, then sequences.
-    """
+    """Of the workers with credit those with the least load, and that load: of work or of memory, then of sequences."""
     least: _Load = (math.inf, math.inf)
     found: list[WorkerView] = []
     for view in views:
-        record = view.record
-        load = (view.granted_blocks / max(1, record.num_blocks), view.granted_seqs / max(1, record.max_num_seqs))
+        load = (_work_or_memory(view, ticket), view.granted_seqs / max(1, view.record.max_num_seqs))
         if load <= least and _has_credit(view, ticket):
             if load < least:
                 least, found = load, []
@@ -127,42 +131,51 @@ def _least_loaded(views: Iterable[WorkerView], ticket: Ticket) -> tuple[_Load, l
     return least, found
 
 
+def _work_or_memory(view: WorkerView, ticket: Ticket) -> float:
+    if view.record.role is WorkerRole.PREFILL:
+        return view.granted_tokens + ticket.uncached_tokens(view.record)
+    return view.granted_blocks / max(1, view.record.num_blocks)
+
+
 def _best_pair(
-    prefills: tuple[_Load, list[WorkerView]], decodes: tuple[_Load, list[WorkerView]]
+    ticket: Ticket, prefills: tuple[_Load, list[WorkerView]], decodes: tuple[_Load, list[WorkerView]]
 ) -> tuple[_Rank, WorkerView, WorkerView] | None:
     """Of the least loaded workers of either side the pair that goes first, and its rank; None when a side has none."""
     (prefill_load, least_prefills), (decode_load, least_decodes) = prefills, decodes
     if not least_prefills or not least_decodes:
         return None
-    first_prefill = _first_by_host(least_prefills)
-    first_decode = _first_by_host(least_decodes)
+    first_prefill = _first_by_host(least_prefills, ticket)
+    first_decode = _first_by_host(least_decodes, ticket)
     shared = first_prefill.keys() & first_decode.keys()
     if shared:
-        host = min(shared, key=lambda name: (_name(first_prefill[name]), _name(first_decode[name])))
+        host = min(shared, key=lambda name: (_turn(first_prefill[name], ticket), _turn(first_decode[name], ticket)))
         prefill, decode = first_prefill[host], first_decode[host]
     else:
-        prefill, decode = min(first_prefill.values(), key=_name), min(first_decode.values(), key=_name)
+        prefill = min(first_prefill.values(), key=lambda view: _turn(view, ticket))
+        decode = min(first_decode.values(), key=lambda view: _turn(view, ticket))
     rank = (
-        prefill_load[0] + decode_load[0],
+        prefill_load[0],
+        decode_load[0],
         prefill_load[1] + decode_load[1],
         not shared,
-        _name(prefill),
-        _name(decode),
+        _turn(prefill, ticket),
+        _turn(decode, ticket),
     )
     return rank, prefill, decode
 
 
-def _first_by_host(views: Iterable[WorkerView]) -> dict[str, WorkerView]:
+def _first_by_host(views: Iterable[WorkerView], ticket: Ticket) -> dict[str, WorkerView]:
     first: dict[str, WorkerView] = {}
     for view in views:
         known = first.get(view.record.host_id)
-        if known is None or _name(view) < _name(known):
+        if known is None or _turn(view, ticket) < _turn(known, ticket):
             first[view.record.host_id] = view
     return first
 
 
-def _name(view: WorkerView) -> str:
-    return view.record.worker_id
+def _turn(view: WorkerView, ticket: Ticket) -> _Turn:
+    name = view.record.worker_id
+    return crc32(f"{ticket.attempt_id}/{name}".encode()) if view.record.role is WorkerRole.PREFILL else 0, name
 
 
 def _holds(record: WorkerRecord, prompt_tokens: int) -> bool:

@@ -37,6 +37,8 @@ from gateway.validation import ChatPrompt, TextPrompt
 from gateway.worker_calls import Attempt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from opentelemetry.trace import Tracer
 
     from baton.coordination.place import Place
@@ -52,14 +54,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionServices:
-    """What every session uses and none owns. `shares_prefixes`: whether tenants share cached beginnings of prompts."""
+    """What every session uses and none owns."""
 
     model: ServedModel
     tokenizer: TokenizerPool
     deployment: Deployment
     tracer: Tracer
     classes: QueueClasses
-    shares_prefixes: bool = False
 
 
 class Session:
@@ -101,9 +102,13 @@ class Session:
     async def _serve(self, emit: Emit, limit: asyncio.Timeout) -> None:
         token_ids = await self._tokenize()
         stop = self._request.stop_rule(len(token_ids), self._services.model)
-        queue_class = self._services.classes.classify(len(token_ids))
+        prefixes, views = self._services.deployment.prefixes, self._services.deployment.queue.views
+        names = prefixes.names(token_ids, self._tenant)
+        # A prompt whose tokens are scored is computed whole.
+        cached = {} if self._request.logprobs.prompt_top is not None else prefixes.cached_tokens(names, views)
+        queue_class = self._services.classes.classify(len(token_ids) - max(cached.values(), default=0))
         self._shorten(limit, queue_class)
-        ticket = self._ticket(queue_class, len(token_ids), stop)
+        ticket = self._ticket(queue_class, stop, cached)
         self._require_workers(ticket)
         self._describe(ticket)
         first = Attempt(
@@ -114,7 +119,7 @@ class Session:
             logprobs=self._request.logprobs,
             structure=self._request.structure,
             stop=stop,
-            cache_salt="" if self._services.shares_prefixes else self._tenant,
+            cache_salt=prefixes.salt(self._tenant),
         )
         course = Course(
             output=self._output,
@@ -123,6 +128,7 @@ class Session:
             emit=emit,
             remaining_s=self._remaining_s,
             queue_timeout_s=queue_class.queue_timeout_s,
+            prefix_names=names,
         )
 
         async def finish(reason: FinishReason | None, cached_tokens: int) -> None:
@@ -155,16 +161,17 @@ class Session:
             self._timeout_s = queue_class.request_timeout_s
             limit.reschedule(asyncio.get_running_loop().time() + self._remaining_s())
 
-    def _ticket(self, queue_class: QueueClass, prompt_tokens: int, stop: StopRule) -> Ticket:
+    def _ticket(self, queue_class: QueueClass, stop: StopRule, cached: Mapping[str, int]) -> Ticket:
         return Ticket(
             attempt_id=new_attempt_id(),
             request_id=self._request.request_id or new_request_id(),
             queue_class=queue_class.name,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
             max_tokens=stop.max_tokens,
             tenant=self._tenant,
             priority=self._request.priority,
             max_wait_s=min(queue_class.queue_timeout_s, self._remaining_s()),
+            cached=cached,
         )
 
     def _require_workers(self, ticket: Ticket) -> None:

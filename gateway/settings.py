@@ -28,7 +28,9 @@ class QueueClassSettings(Section):
     """One class of requests: which prompts wait in it, how much may wait, and its share of the workers."""
 
     max_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="Longest prompt of the class, tokens; None: any that fits no smaller class"
+        default=None,
+        ge=1,
+        description="Longest prompt of the class, tokens beyond what some worker should have cached; None: any",
     )
     max_waiting: int = Field(default=256, ge=1, le=100_000, description="Most requests that wait, over all gateways")
     max_waiting_tokens: int = Field(

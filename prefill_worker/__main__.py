@@ -66,6 +66,7 @@ async def _serve_ready(
         host_id=host_id(),
         max_num_seqs=settings.engine.max_num_seqs,
         facts=facts.engine,
+        caches_prefixes=settings.prefix_cache,
     )
     host.server.add(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server,

@@ -100,6 +100,7 @@ class Dispatcher:
             round(self._config.settle_s * 1000),
             self._config.gateway_id,
             self._channel_prefix,
+            route.prefill_tokens,
         )
         return reply
 

@@ -28,7 +28,7 @@ class Keys:
             f"{self._tag}:workers",  # hash: worker id -> record as JSON
             f"{self._tag}:beats",  # sorted set: worker id by time of the last heartbeat, ms
             f"{self._tag}:retired",  # sorted set: worker id and incarnation that may not come back, by time, ms
-            f"{self._tag}:credit",  # hash: worker id with :blocks or :seqs -> what grants hold of it
+            f"{self._tag}:credit",  # hash: worker id with :blocks, :seqs or :tokens -> what grants hold of it
             f"{self._tag}:tickets",  # hash: attempt id -> ticket as JSON, from admission to the end
             f"{self._tag}:requests",  # hash: request id -> its live attempt id
             f"{self._tag}:queue",  # sorted set by name: class|tenant|priority|order|attempt id of each waiting ticket

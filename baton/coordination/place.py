@@ -123,12 +123,14 @@ class Place:
                     "id": route.prefill_id,
                     "incarnation": grant.prefill.incarnation,
                     "blocks": route.prefill_blocks,
+                    "tokens": route.prefill_tokens,
                     "held": self.holds_prefill,
                 },
                 "decode": {
                     "id": route.decode_id,
                     "incarnation": grant.decode.incarnation,
                     "blocks": route.decode_blocks,
+                    "tokens": 0,
                     "held": True,
                 },
             }

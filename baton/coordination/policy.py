@@ -67,4 +67,9 @@ class Policy:
 
 def _relieved(view: WorkerView, share: float) -> WorkerView:
     """The worker with only so much of what is granted on it now."""
-    return replace(view, granted_blocks=int(view.granted_blocks * share), granted_seqs=int(view.granted_seqs * share))
+    return replace(
+        view,
+        granted_blocks=int(view.granted_blocks * share),
+        granted_seqs=int(view.granted_seqs * share),
+        granted_tokens=int(view.granted_tokens * share),
+    )

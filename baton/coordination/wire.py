@@ -35,15 +35,16 @@ def decode_record(raw: str) -> WorkerRecord:
 
 
 def decode_views(rows: Sequence[Sequence[str | int]]) -> tuple[WorkerView, ...]:
-    """The rows of `views()` in common.lua: record, age of the heartbeat in ms, blocks and sequences granted."""
+    """The rows of `views()` in common.lua: record, age of the heartbeat in ms, blocks, sequences and tokens granted."""
     return tuple(
         WorkerView(
             record=decode_record(str(raw)),
             granted_blocks=int(blocks),
             granted_seqs=int(seqs),
             heartbeat_age_s=int(age_ms) / 1000,
+            granted_tokens=int(tokens),
         )
-        for raw, age_ms, blocks, seqs in rows
+        for raw, age_ms, blocks, seqs, tokens in rows
     )
 
 
@@ -102,13 +103,15 @@ class GrantMessage:
     route: Route
 
 
-def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, str | int | list[str]]:
+def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, Any]:
     """The ticket's fields as the scripts name them."""
-    optional: dict[str, str | int | list[str]] = {}
+    optional: dict[str, Any] = {}
     if ticket.max_wait_s is not None:
         optional["max_wait_ms"] = round(ticket.max_wait_s * 1000)
     if ticket.avoids:  # Lua cannot tell an empty list from an empty object
         optional["avoids"] = sorted(ticket.avoids)
+    if ticket.cached:
+        optional["cached"] = dict(ticket.cached)
     return optional | {
         "request_id": ticket.request_id,
         "class": ticket.queue_class,
@@ -147,6 +150,7 @@ def decode_grant(message: str) -> GrantMessage:
             decode_id=decode.worker_id,
             prefill_blocks=int(fields["prefill_blocks"]),
             decode_blocks=int(fields["decode_blocks"]),
+            prefill_tokens=int(fields["prefill_tokens"]),
         ),
     )
 
@@ -177,6 +181,7 @@ def _decode_head(row: Sequence[Any]) -> Head:
             tenant=fields["tenant"],
             priority=int(fields["priority"]),
             avoids=frozenset(fields.get("avoids", ())),
+            cached={life: int(tokens) for life, tokens in fields.get("cached", {}).items()},
         ),
         num_prefills=num_prefills,
         turn=float(turn),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from baton.core.model import ModelFingerprint
 
 
@@ -30,7 +32,8 @@ class WorkerRecord:
 
     `num_blocks` is the whole KV pool, `max_num_seqs` the most requests at a time. The other numbers are gauges
     for people; credit is counted by grants, not by them. `converts_dtype`: a decode worker that takes KV caches of
-    another element type, or of otherwise quantized weights, over.
+    another element type, or of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps what it
+    has computed for later prompts.
     """
 
     worker_id: str
@@ -45,6 +48,7 @@ class WorkerRecord:
     max_num_seqs: int
     max_context_tokens: int
     converts_dtype: bool = False
+    caches_prefixes: bool = False
     num_waiting: int = 0
     num_running: int = 0
     num_used_blocks: int = 0
@@ -52,12 +56,16 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker with the credit that grants have taken of it, as seen in one moment."""
+    """One worker with the credit that grants have taken of it, as seen in one moment.
+
+    `granted_tokens`: what it is expected to compute for the prompts of those grants.
+    """
 
     record: WorkerRecord
     granted_blocks: int
     granted_seqs: int
     heartbeat_age_s: float
+    granted_tokens: int = 0
 
     @property
     def free_blocks(self) -> int:
@@ -76,7 +84,8 @@ class Ticket:
 
     Tenants of a class take turns; `priority` (-10 to 10, higher first) orders the tickets of one tenant only.
     `max_wait_s` is how long it can wait for workers: it is refused when it would wait longer, and dropped when it has.
-    `avoids` has the lives of workers (incarnations) that failed an earlier attempt at the request.
+    `avoids` has the lives of workers (incarnations) that failed an earlier attempt at the request. `cached` has, by
+    life, how many of the prompt's tokens a prefill worker should have computed already.
     """
 
     attempt_id: str
@@ -88,16 +97,25 @@ class Ticket:
     priority: int = 0
     max_wait_s: float | None = None
     avoids: frozenset[str] = frozenset()
+    cached: Mapping[str, int] = field(default_factory=dict)
+
+    def uncached_tokens(self, worker: WorkerRecord) -> int:
+        """What a prefill worker should have to compute."""
+        return self.prompt_tokens - self.cached.get(worker.incarnation, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Which pair serves a ticket, and the credit that it takes: blocks on each side."""
+    """Which pair serves a ticket, and the credit that it takes: blocks on each side.
+
+    `prefill_tokens` is what the prefill worker is expected to compute.
+    """
 
     prefill_id: str
     decode_id: str
     prefill_blocks: int
     decode_blocks: int
+    prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

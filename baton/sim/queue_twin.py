@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.coordination.wire import Head, Reservation, Snapshot
@@ -86,13 +86,14 @@ class _Worker:
     def __init__(self, record: WorkerRecord) -> None:
         self.view = WorkerView(record=record, granted_blocks=0, granted_seqs=0, heartbeat_age_s=0.0)
 
-    def charge(self, blocks: int, seqs: int) -> None:
+    def charge(self, blocks: int, seqs: int, tokens: int) -> None:
         view = self.view
         self.view = WorkerView(
             record=view.record,
             granted_blocks=view.granted_blocks + blocks,
             granted_seqs=view.granted_seqs + seqs,
             heartbeat_age_s=0.0,
+            granted_tokens=view.granted_tokens + tokens,
         )
 
 
@@ -180,8 +181,8 @@ class QueueTwin:
         self._dequeue(entry)
         if ticket.tenant in queue.tenants:
             queue.tenants[ticket.tenant] = queue.tenants.pop(ticket.tenant)
-        for worker_id, blocks in sides:
-            self._workers[worker_id].charge(blocks, 1)
+        self._workers[route.prefill_id].charge(route.prefill_blocks, 1, route.prefill_tokens)
+        self._workers[route.decode_id].charge(route.decode_blocks, 1, 0)
         queue.num_prefills += 1
         self._grants[attempt_id] = _Grant(ticket.queue_class, route)
         self._take_turn(queue, limits, now_ms, entry.since_ms)
@@ -195,7 +196,7 @@ class QueueTwin:
         queue = self._queues[entry.ticket.queue_class]
         is_stuck = now_ms - max(queue.granted_at_ms, entry.since_ms) >= least_ms
         if queue.head() == attempt_id and is_stuck:
-            self._reservation = Reservation(attempt_id=attempt_id, route=route)
+            self._reservation = Reservation(attempt_id=attempt_id, route=replace(route, prefill_tokens=0))
 
     def release_prefill(self, attempt_id: str) -> None:
         """Gives the prefill worker's credit back. Again it changes nothing."""
@@ -203,7 +204,8 @@ class QueueTwin:
         if grant is not None and grant.holds_prefill:
             grant.holds_prefill = False
             self._queues[grant.queue_class].num_prefills -= 1
-            self._workers[grant.route.prefill_id].charge(-grant.route.prefill_blocks, -1)
+            route = grant.route
+            self._workers[route.prefill_id].charge(-route.prefill_blocks, -1, -route.prefill_tokens)
 
     def end(self, attempt_id: str) -> None:
         """Ends a ticket whatever its state."""
@@ -214,7 +216,7 @@ class QueueTwin:
         if attempt_id in self._grants:
             self.release_prefill(attempt_id)
             route = self._grants.pop(attempt_id).route
-            self._workers[route.decode_id].charge(-route.decode_blocks, -1)
+            self._workers[route.decode_id].charge(-route.decode_blocks, -1, 0)
         else:
             self._dequeue(entry)
 

@@ -36,6 +36,7 @@ class WorkerDescription:
     max_num_seqs: int
     facts: EngineFacts
     converts_dtype: bool = False
+    caches_prefixes: bool = False
 
     def record(self, state: WorkerState, stats: EngineStats) -> WorkerRecord:
         """The heartbeat's content."""
@@ -52,6 +53,7 @@ class WorkerDescription:
             max_num_seqs=self.max_num_seqs,
             max_context_tokens=self.facts.max_context_tokens,
             converts_dtype=self.converts_dtype,
+            caches_prefixes=self.caches_prefixes,
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
             num_used_blocks=stats.num_used_blocks,

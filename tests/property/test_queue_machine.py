@@ -135,7 +135,19 @@ class QueueMachine(RuleBasedStateMachine):
         attempt = data.draw(st.sampled_from(sorted(self.waiting)))
         entry = self.waiting[attempt]
         queue_class, blocks = entry["ticket"]["class"], entry["ticket"]["prompt_tokens"] // 16
-        args = (attempt, prefill, decode, blocks, blocks, MAX_PREFILLS, 1.0, 0, "g1", KEYS.gateway_channel(""))
+        args = (
+            attempt,
+            prefill,
+            decode,
+            blocks,
+            blocks,
+            MAX_PREFILLS,
+            1.0,
+            0,
+            "g1",
+            KEYS.gateway_channel(""),
+            7 * blocks,
+        )
         first = self.service_order(queue_class)[0]
         prefills = sum(g["prefill"]["held"] and g["class"] == queue_class for g in self.grants())
         others = self.kept_for_others(attempt)
@@ -158,8 +170,8 @@ class QueueMachine(RuleBasedStateMachine):
                 "grant": {
                     "class": queue_class,
                     "queue_ms": 0,
-                    "prefill": self.side(prefill, blocks),
-                    "decode": self.side(decode, blocks),
+                    "prefill": self.side(prefill, blocks, 7 * blocks),
+                    "decode": self.side(decode, blocks, 0),
                 }
             }
         snapshot = decode_snapshot(rest)
@@ -268,23 +280,23 @@ class QueueMachine(RuleBasedStateMachine):
             }
             self.turns[name].sort(key=lambda tenant: (oldest[tenant], tenant))
 
-    def side(self, worker_id: str, blocks: int) -> dict[str, Any]:
+    def side(self, worker_id: str, blocks: int, tokens: int) -> dict[str, Any]:
         incarnation = f"i{self.incarnations[worker_id]}"
-        return {"id": worker_id, "incarnation": incarnation, "blocks": blocks, "held": True}
+        return {"id": worker_id, "incarnation": incarnation, "blocks": blocks, "tokens": tokens, "held": True}
 
     def grants(self) -> list[dict[str, Any]]:
         return [entry["grant"] for entry in self.granted.values()]
 
-    def held(self, worker_id: str) -> tuple[int, int]:
+    def held(self, worker_id: str) -> tuple[int, int, int]:
         sides = [side for grant in self.grants() for side in (grant["prefill"], grant["decode"])]
-        blocks = [side["blocks"] for side in sides if side["id"] == worker_id and side["held"]]
-        return sum(blocks), len(blocks)
+        held = [side for side in sides if side["id"] == worker_id and side["held"]]
+        return sum(side["blocks"] for side in held), len(held), sum(side["tokens"] for side in held)
 
     @invariant()
     def sums_agree(self) -> None:
         assert self.call("audit") == []
         rows = self.call("workers")
-        assert [(row[2], row[3]) for row in rows] == [self.held(worker_id) for worker_id in sorted(WORKERS)]
+        assert [tuple(row[2:]) for row in rows] == [self.held(worker_id) for worker_id in sorted(WORKERS)]
         assert set(self.do(self.connection.commands.hkeys(TICKETS))) == set(self.waiting) | set(self.granted)
         for waiting, *_ in self.call("status", *CLASSES):
             assert waiting <= 2 * MAX_WAITING

@@ -22,6 +22,7 @@ from tests.fixtures.coordination import KEYS, record, ticket
 
 if TYPE_CHECKING:
     from baton.coordination.embedded import EmbeddedRedis
+    from baton.core.workers import WorkerView
 
 LOAD = KEYS.all[10]
 LEASE_MS = 600_000
@@ -109,7 +110,18 @@ class TwinMachine(RuleBasedStateMachine):
         entry = self.twin._entries[attempt].ticket
         limits, is_granted = CLASSES[entry.queue_class], attempt in self.twin._grants
         most = -1 if limits.max_prefills is None else limits.max_prefills
-        args = (attempt, *pair, route.prefill_blocks, route.decode_blocks, most, limits.weight, 0, "g1", "x:")
+        args = (
+            attempt,
+            *pair,
+            route.prefill_blocks,
+            route.decode_blocks,
+            most,
+            limits.weight,
+            0,
+            "g1",
+            "x:",
+            route.prefill_tokens,
+        )
         status, *_ = self.call("grant", *args)
         if is_granted:  # the scripts repeat what they said
             assert status == "granted"
@@ -146,7 +158,13 @@ class TwinMachine(RuleBasedStateMachine):
 
     def route(self, attempt: str, pair: tuple[str, str]) -> Route:
         blocks = self.blocks[attempt]
-        return Route(prefill_id=pair[0], decode_id=pair[1], prefill_blocks=blocks, decode_blocks=blocks)
+        return Route(
+            prefill_id=pair[0],
+            decode_id=pair[1],
+            prefill_blocks=blocks,
+            decode_blocks=blocks,
+            prefill_tokens=9 * blocks,
+        )
 
     @invariant()
     def both_see_the_same(self) -> None:
@@ -157,8 +175,11 @@ class TwinMachine(RuleBasedStateMachine):
             (head.ticket.attempt_id, head.num_prefills) for head in ours.heads
         ]
         assert [head.turn for head in theirs.heads] == pytest.approx([head.turn for head in ours.heads], abs=1e-4)
-        held = [[(v.record.worker_id, v.granted_blocks, v.granted_seqs) for v in s.views] for s in (theirs, ours)]
-        assert held[0] == held[1]
+        assert [self.held(view) for view in theirs.views] == [self.held(view) for view in ours.views]
+
+    @staticmethod
+    def held(view: WorkerView) -> tuple[str, int, int, int]:
+        return view.record.worker_id, view.granted_blocks, view.granted_seqs, view.granted_tokens
 
 
 def test_scripts_and_twin_answer_alike(redis_server: EmbeddedRedis):

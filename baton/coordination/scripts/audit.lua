@@ -69,6 +69,7 @@ for attempt, raw in pairs(grants) do
     if worker.held then
       expect(CREDIT, worker.id .. ':blocks', worker.blocks)
       expect(CREDIT, worker.id .. ':seqs', 1)
+      expect(CREDIT, worker.id .. ':tokens', worker.tokens or 0)
     end
   end
 end
@@ -87,7 +88,7 @@ if redis.call('ZCARD', LEASES) ~= num_tickets then
   fault('there are leases without a ticket')
 end
 compare(CREDIT, function(field)
-  return string.find(field, ':blocks$') or string.find(field, ':seqs$')
+  return string.find(field, ':blocks$') or string.find(field, ':seqs$') or string.find(field, ':tokens$')
 end)
 compare(LOAD, function(field)
   return string.find(field, '^tokens:') or string.find(field, '^prefills:')

@@ -45,7 +45,7 @@ local function is_alive(worker_id)
   return beat and now - tonumber(beat) <= WORKER_TTL_MS
 end
 
--- All live workers: {record, age of the heartbeat, blocks and sequences that grants hold} each.
+-- All live workers: {record, age of the heartbeat, blocks, sequences and tokens to compute that grants hold} each.
 local function views()
   local ids = redis.call('ZRANGEBYSCORE', BEATS, int(now - WORKER_TTL_MS), '+inf', 'WITHSCORES')
   local beats, names = {}, {}
@@ -56,16 +56,19 @@ local function views()
   table.sort(names)
   local rows = {}
   for i, id in ipairs(names) do
-    local held = redis.call('HMGET', CREDIT, id .. ':blocks', id .. ':seqs')
-    rows[i] = {redis.call('HGET', WORKERS, id), now - tonumber(beats[id]), number(held[1]), number(held[2])}
+    local held = redis.call('HMGET', CREDIT, id .. ':blocks', id .. ':seqs', id .. ':tokens')
+    rows[i] = {
+      redis.call('HGET', WORKERS, id), now - tonumber(beats[id]), number(held[1]), number(held[2]), number(held[3]),
+    }
   end
   return rows
 end
 
--- One side of a grant, {id, incarnation, blocks, held}: charges the worker, or gives back what it holds.
+-- One side of a grant, {id, incarnation, blocks, tokens, held}: charges the worker, or gives back what it holds.
 local function charge(side)
   add(CREDIT, side.id .. ':blocks', side.blocks)
   add(CREDIT, side.id .. ':seqs', 1)
+  add(CREDIT, side.id .. ':tokens', side.tokens or 0)
   side.held = true
 end
 
@@ -73,6 +76,7 @@ local function discharge(side)
   if side.held then
     add(CREDIT, side.id .. ':blocks', -side.blocks)
     add(CREDIT, side.id .. ':seqs', -1)
+    add(CREDIT, side.id .. ':tokens', -(side.tokens or 0))
     side.held = false
   end
 end
@@ -356,7 +360,8 @@ local function grant_message(attempt, ticket, grant)
   end
   return cjson.encode({
     attempt_id = attempt, gateway = ticket.gateway, prefill = prefill, decode = decode,
-    prefill_blocks = grant.prefill.blocks, decode_blocks = grant.decode.blocks, queue_ms = grant.queue_ms,
+    prefill_blocks = grant.prefill.blocks, decode_blocks = grant.decode.blocks, prefill_tokens = grant.prefill.tokens or 0,
+    queue_ms = grant.queue_ms,
   })
 end
 

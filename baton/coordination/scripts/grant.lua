@@ -1,6 +1,7 @@
 -- Gives a pair of workers to the head of a class, if it still is the head and both still have the credit.
 -- ARGV: attempt, prefill id, decode id, prefill blocks, decode blocks, most prefills of the class (-1: no bound),
--- weight of the class, settling time in ms, the granting gateway, prefix of the gateways' channels.
+-- weight of the class, settling time in ms, the granting gateway, prefix of the gateways' channels, tokens that the
+-- prefill worker is to compute.
 -- Returns {status, snapshot, message for the ticket's owner when granted}.
 local attempt, prefill_id, decode_id = ARGV[1], ARGV[2], ARGV[3]
 local prefill_blocks, decode_blocks = tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -37,7 +38,7 @@ end
 
 -- One side of the grant when the worker can take it, and what is kept for another ticket beside it.
 local kept = reservation()
-local function side(id, role, blocks)
+local function side(id, role, blocks, tokens)
   local record = is_alive(id) and cjson.decode(redis.call('HGET', WORKERS, id))
   if not record or record.role ~= role or record.state ~= 'ready' then
     return nil
@@ -49,11 +50,11 @@ local function side(id, role, blocks)
     or number(held[2]) + kept_seqs + 1 > record.max_num_seqs then
     return nil
   end
-  return {id = id, incarnation = record.incarnation, blocks = blocks}
+  return {id = id, incarnation = record.incarnation, blocks = blocks, tokens = tokens}
 end
 
-local prefill = side(prefill_id, 'prefill', prefill_blocks)
-local decode = side(decode_id, 'decode', decode_blocks)
+local prefill = side(prefill_id, 'prefill', prefill_blocks, tonumber(ARGV[11]))
+local decode = side(decode_id, 'decode', decode_blocks, 0)
 if not prefill or not decode then
   return {'credit', snapshot_if_waiting()}
 end

@@ -35,6 +35,7 @@ from baton.v1 import (
 from gateway.attempts import Deployment as Workers
 from gateway.classes import QueueClass, QueueClasses
 from gateway.fleet import Fleet
+from gateway.prefixes import KnownPrefixes
 from gateway.routing import Router
 from gateway.service import GatewayServicer, RequestSettings
 from gateway.session import SessionServices
@@ -327,6 +328,7 @@ def gateway_server(parts: Deployment, channels: ChannelPool, options: Options) -
             queue=parts.queue,
             router=parts.router,
             workers=WorkerCalls(channels),
+            prefixes=KnownPrefixes(shares=options.shares_prefixes),
             max_retries=options.max_retries,
         ),
         tracer=options.tracer,
@@ -340,7 +342,6 @@ def gateway_server(parts: Deployment, channels: ChannelPool, options: Options) -
             )
             for name, limits in CLASSES.items()
         ),
-        shares_prefixes=options.shares_prefixes,
     )
     requests = RequestSettings(
         clock=SystemClock(),

@@ -391,6 +391,33 @@ async def test_tenants_share_cached_beginnings_only_where_it_is_set(deployment: 
     assert {request.cache_salt for request in deployment.prefill.requests} == salts
 
 
+async def test_the_class_is_that_of_what_has_to_be_computed(deployment: Deployment) -> None:
+    ids = [5 + index % 300 for index in range(1100)]
+
+    async def queue_class(*extra: int, tenant: str = "a", **fields: Any) -> str:
+        request = gateway_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=[*ids, *extra]), stop=common_pb2.StopConditions(max_tokens=1), **fields
+        )
+        done = await deployment.stub.Complete(request, metadata=(("x-baton-tenant", tenant),))
+        assert done.accepted.prompt_tokens == len(ids) + len(extra)
+        return done.accepted.queue_class
+
+    # A worker that says that it keeps nothing is expected to have nothing.
+    assert [await queue_class(), await queue_class()] == ["long", "long"]
+    deployment.records = [dataclasses.replace(record, caches_prefixes=True) for record in deployment.records]
+    await deployment.announce()
+    await eventually(lambda: all(view.record.caches_prefixes for view in deployment.queue.views))
+    assert [await queue_class(), await queue_class(), await queue_class(7, 8, 9)] == ["long", "chat", "chat"]
+    assert await queue_class(tenant="b") == "long"
+    assert await queue_class(*range(10, 1000)) == "chat"
+    assert await queue_class(*range(11, 1100)) == "long"
+    # Another life of the worker has to compute it again.
+    deployment.records = [dataclasses.replace(record, incarnation="next") for record in deployment.records]
+    await deployment.announce()
+    await eventually(lambda: {view.record.incarnation for view in deployment.queue.views} == {"next"})
+    assert await queue_class() == "long"
+
+
 async def test_an_echo_comes_before_the_output_and_is_no_part_of_its_ids(deployment: Deployment) -> None:
     deployment.script.answer = deployment.tokenizer.encode(" blue and wide")
     text = "The sky  is: 漢"

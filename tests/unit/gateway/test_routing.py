@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,9 @@ ROUTER = Router(OURS)
 TICKET = Ticket(attempt_id="a", request_id="r", queue_class="chat", prompt_tokens=33, max_tokens=31)
 
 
-def view(worker_id: str, *, granted_blocks: int = 0, granted_seqs: int = 0, **changes: Any) -> WorkerView:
+def view(
+    worker_id: str, *, granted_blocks: int = 0, granted_seqs: int = 0, granted_tokens: int = 0, **changes: Any
+) -> WorkerView:
     """A ready worker; its role by the first letter of its id."""
     record = WorkerRecord(
         worker_id=worker_id,
@@ -37,11 +41,12 @@ def view(worker_id: str, *, granted_blocks: int = 0, granted_seqs: int = 0, **ch
         granted_blocks=granted_blocks,
         granted_seqs=granted_seqs,
         heartbeat_age_s=0.1,
+        granted_tokens=granted_tokens,
     )
 
 
 def test_a_route_takes_blocks_for_the_prompt_and_for_all() -> None:
-    expected = Route(prefill_id="p1", decode_id="d1", prefill_blocks=3, decode_blocks=4)
+    expected = Route(prefill_id="p1", decode_id="d1", prefill_blocks=3, decode_blocks=4, prefill_tokens=33)
     assert ROUTER.choose_route(TICKET, [view("p1"), view("d1")]) == expected
 
 
@@ -71,17 +76,21 @@ def test_credit_may_be_used_up_to_its_end(edge: dict[str, Any]) -> None:
 
 
 def test_the_least_loaded_pair_wins_whatever_the_order() -> None:
-    views = [view("p1", granted_blocks=5), view("p2"), view("d1"), view("d2", granted_blocks=1)]
+    views = [view("p1", granted_tokens=80), view("p2"), view("d1"), view("d2", granted_blocks=1)]
     for order in (views, views[::-1]):
         route = ROUTER.choose_route(TICKET, order)
         assert (route.prefill_id, route.decode_id) == ("p2", "d1")
 
 
-def test_ties_go_by_name_so_that_all_gateways_agree() -> None:
-    views = [view(name) for name in ("p2", "d2", "p1", "d1")]
-    for order in (views, views[::-1]):
-        route = ROUTER.choose_route(TICKET, order)
-        assert (route.prefill_id, route.decode_id) == ("p1", "d1")
+def test_ties_go_by_lot_and_all_gateways_agree() -> None:
+    views = [view(name) for name in ("p2", "d2", "p1", "d1", "p3")]
+    tickets = [replace(TICKET, attempt_id=f"a{number}") for number in range(90)]
+    routes = [ROUTER.choose_route(ticket, views) for ticket in tickets]
+    assert [ROUTER.choose_route(ticket, views[::-1]) for ticket in tickets] == routes
+    assert {route.decode_id for route in routes} == {"d1"}
+    by_worker = Counter(route.prefill_id for route in routes)
+    assert len(by_worker) == 3
+    assert min(by_worker.values()) >= 15
 
 
 def test_hosts_block_sizes_and_with_consent_numerics_may_differ() -> None:
@@ -95,7 +104,7 @@ def test_hosts_block_sizes_and_with_consent_numerics_may_differ() -> None:
 def test_a_pair_on_one_host_wins_among_equals_only() -> None:
     views = [view("p1", host_id="a"), view("p2", host_id="b"), view("d1", host_id="b")]
     assert ROUTER.choose_route(TICKET, views).prefill_id == "p2"
-    loaded = [view("p1", host_id="a"), view("p2", host_id="b", granted_blocks=5), view("d1", host_id="b")]
+    loaded = [view("p1", host_id="a"), view("p2", host_id="b", granted_tokens=5), view("d1", host_id="b")]
     assert ROUTER.choose_route(TICKET, loaded).prefill_id == "p1"
 
 
@@ -120,6 +129,8 @@ WORKERS = st.builds(
     st.builds("{}{}".format, st.sampled_from("pd"), st.integers(0, 9)),
     granted_blocks=st.integers(0, 8),
     granted_seqs=st.integers(0, 2),
+    granted_tokens=st.sampled_from((0, 20, 40)),
+    incarnation=st.sampled_from(("i1", "i2", "i3")),
     host_id=st.sampled_from(("h1", "h2", "h3")),
     fingerprint=st.builds(
         lambda *numerics: replace(OURS, dtype=numerics[0], quantization=numerics[1]),
@@ -136,7 +147,7 @@ WORKERS = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WORKERS, max_size=10, unique_by=lambda view: view.record.worker_id), st.integers(1, 60))
 def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], prompt_tokens: int) -> None:
-    ticket = replace(TICKET, prompt_tokens=prompt_tokens)
+    ticket = replace(TICKET, prompt_tokens=prompt_tokens, cached={"i1": min(20, prompt_tokens)})
     pairs = [
         (p, d)
         for p in views
@@ -147,9 +158,16 @@ def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], 
     ]
 
     def rank(p: WorkerView, d: WorkerView) -> Any:
-        blocks = Fraction(p.granted_blocks, p.record.num_blocks) + Fraction(d.granted_blocks, d.record.num_blocks)
-        names = (p.record.worker_id, d.record.worker_id)
-        return blocks, p.granted_seqs + d.granted_seqs, p.record.host_id != d.record.host_id, *names
+        work = p.granted_tokens + prompt_tokens - (min(20, prompt_tokens) if p.record.incarnation == "i1" else 0)
+        lot = crc32(f"{ticket.attempt_id}/{p.record.worker_id}".encode())
+        names = (lot, p.record.worker_id, d.record.worker_id)
+        return (
+            work,
+            Fraction(d.granted_blocks, d.record.num_blocks),
+            p.granted_seqs + d.granted_seqs,
+            p.record.host_id != d.record.host_id,
+            *names,
+        )
 
     def fits(p: WorkerView, d: WorkerView) -> bool:
         needs = [(p, prompt_tokens), (d, prompt_tokens + TICKET.max_tokens)]
@@ -168,7 +186,7 @@ def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], 
 
     expected = min((rank(p, d) for p, d in pairs if fits(p, d)), default=None)
     chosen = ROUTER.choose_route(ticket, views)
-    assert (chosen and (chosen.prefill_id, chosen.decode_id)) == (expected and expected[3:])
+    assert (chosen and (chosen.prefill_id, chosen.decode_id)) == (expected and expected[5:])
     assert ROUTER.has_pair(views) == bool(pairs)
     assert ROUTER.most_output_tokens(prompt_tokens, views) == max([0, *(room(p, d) for p, d in pairs)])
 
@@ -177,3 +195,18 @@ def test_lives_that_the_ticket_avoids_get_nothing() -> None:
     views = [view("p1", incarnation="i1"), view("p2", incarnation="i2", granted_seqs=1), view("d1", incarnation="i3")]
     assert ROUTER.choose_route(replace(TICKET, avoids=frozenset({"i1"})), views).prefill_id == "p2"
     assert ROUTER.choose_route(replace(TICKET, avoids=frozenset({"i3"})), views) is None
+
+
+def test_a_prompt_goes_where_its_beginning_is_until_as_much_waits_there() -> None:
+    ticket = replace(TICKET, cached={"i1": 20})
+
+    def chosen(granted_tokens: int, **changes: Any) -> Any:
+        has_it = view("p2", incarnation="i1", granted_tokens=granted_tokens, **changes)
+        return ROUTER.choose_route(ticket, [view("p1"), has_it, view("d1")])
+
+    assert (chosen(0).prefill_id, chosen(0).prefill_tokens) == ("p2", 13)
+    assert chosen(19).prefill_id == "p2"
+    assert (chosen(21).prefill_id, chosen(21).prefill_tokens) == ("p1", 33)
+    # The blocks are taken in full: what is shared now may be nobody else's in a moment.
+    assert chosen(0).prefill_blocks == 3
+    assert chosen(0, granted_blocks=8).prefill_id == "p1"
