@@ -32,8 +32,8 @@ class WorkerRecord:
 
     `num_blocks` is the whole KV pool, `max_num_seqs` the most requests at a time. The other numbers are gauges
     for people; credit is counted by grants, not by them. `converts_dtype`: a decode worker that takes KV caches of
-    another element type, or of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps what it
-    has computed for later prompts.
+    another element type, or of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps what
+    it has computed for later prompts.
     """
 
     worker_id: str
