@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from baton.core.workers import WorkerRecord, WorkerView
 
-# Coarser than a worker's blocks: half a millisecond for a prompt of 32,768 tokens.
+# Coarser than a worker's blocks: a millisecond for a prompt of 32,768 tokens.
 STRIDE = 64
 _MAX_NAMES = 50_000
 # Workers that are remembered for one beginning, and told of in one ticket.

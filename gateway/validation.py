@@ -94,6 +94,8 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
     model.require_name(request.model)
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidArgumentError("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
+    if request.HasField("n") and request.n != 1:
+        raise OutOfRangeError("n", f"only one output of a prompt can be asked for, not {request.n}", limit=1)
     return GenerationRequest(
         request_id=request.request_id,
         priority=_priority(request.priority),

@@ -63,6 +63,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in traces and to keep a retry from running twice; 1 to 128
@@ -77,6 +78,8 @@ class GenerateRequest(_message.Message):
     """Begin the output's text with the prompt's: `text` as it is, or the text of `token_ids` without special tokens.
     Its ids are in no delta. An error with `messages`. Default false.
     """
+    n: _builtins.int
+    """How many outputs of the one prompt. There is one: every other number is OUT_OF_RANGE. Default 1."""
     priority: _builtins.int
     """Which of the tenant's own waiting requests of a class goes first: the one with the higher priority. Requests of
     other tenants do not notice. Range [-10, 10]. Default 0.
@@ -118,20 +121,25 @@ class GenerateRequest(_message.Message):
         logprobs: _common_pb2.LogprobOptions | None = ...,
         echo: _builtins.bool | None = ...,
         structure: _common_pb2.Structure | None = ...,
+        n: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_n", b"_n", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_n", b"_n", "_priority", b"_priority", "_text", b"_text", "echo", b"echo", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
     _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__echo) -> _WhichOneofReturnType__echo | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload

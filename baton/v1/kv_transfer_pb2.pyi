@@ -326,7 +326,7 @@ class HandshakeRequest(_message.Message):
     host_id: _builtins.str
     """Identity of its host: shared memory is offered to the same host only."""
     converts_dtype: _builtins.bool
-    """Whether it takes blocks of another element type and converts them."""
+    """Whether it takes blocks of another element type and converts them, and those of otherwise quantized weights."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """What it runs."""

@@ -103,6 +103,44 @@ async def test_metrics_count_what_a_request_did(system: System) -> None:
         assert after[component]["baton_num_requests_running"] == 0
 
 
+async def test_a_conversation_goes_on_where_the_cache_ends_and_says_the_same_without_it(system: System) -> None:
+    def ask(*turns: tuple[str, str]) -> gateway_pb2.GenerateRequest:
+        request = gateway_pb2.GenerateRequest(
+            messages=[gateway_pb2.ChatMessage(role=role, content=content) for role, content in turns]
+        )
+        request.sampling.temperature = 0.0
+        request.stop.max_tokens = 24
+        return request
+
+    system_text = (
+        "You are the guide of a museum of clocks. You answer in one sentence and you never mention the weather."
+    )
+    talk = [
+        ("system", system_text),
+        ("user", "Which clock is the oldest one that you can show to a group of children?"),
+    ]
+    metadata = (("x-baton-tenant", "museum"),)
+    async with grpc.aio.insecure_channel(system.address) as channel:
+        stub = system.stub(channel)
+        first = await stub.Complete(ask(*talk), metadata=metadata)
+        assert first.finished.usage.cached_prompt_tokens == 0
+        talk += [("assistant", first.text), ("user", "And the youngest?")]
+        before = await asyncio.to_thread(scrape, system.metrics_ports["prefill_worker"])
+        second = await stub.Complete(ask(*talk), metadata=metadata)
+        after = await asyncio.to_thread(scrape, system.metrics_ports["prefill_worker"])
+        computed = await stub.Complete(ask(*talk), metadata=(("x-baton-tenant", "another"),))
+    usage = second.finished.usage
+    # All whole blocks of the first prompt, with which the second one begins.
+    least = first.finished.usage.prompt_tokens - 15
+    assert least <= usage.cached_prompt_tokens < usage.prompt_tokens
+    assert computed.finished.usage.cached_prompt_tokens == 0
+    assert list(second.token_ids) == list(computed.token_ids)
+    grown = {name: after[name] - before[name] for name in after if name.startswith("baton_p")}
+    assert grown["baton_prefix_cache_queried_tokens_total"] == usage.prompt_tokens
+    assert grown["baton_prefix_cache_hit_tokens_total"] == usage.cached_prompt_tokens
+    assert grown["baton_prompt_tokens_total"] == usage.prompt_tokens - usage.cached_prompt_tokens
+
+
 def component_pid(system: System, name: str) -> int:
     """The server process of a component."""
     (pid,) = [pid for pid, command in descendants(system.process.pid).items() if f"-m {name} " in command]

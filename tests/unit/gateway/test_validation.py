@@ -119,6 +119,14 @@ def test_prompts_as_plain_data() -> None:
     assert validate(Request(token_ids=TokenIds(ids=[7, 8]))).prompt == TokenPrompt((7, 8))
 
 
+@pytest.mark.parametrize("n", [0, 2, 4_000_000_000])
+def test_more_outputs_than_one_are_refused(n: int) -> None:
+    with pytest.raises(OutOfRangeError, match=f"not {n}") as caught:
+        validate(Request(text="x", n=n))
+    assert (caught.value.field, caught.value.limit) == ("n", 1)
+    assert validate(Request(text="x", n=1)) == validate(Request(text="x"))
+
+
 def test_unset_fields_take_their_defaults_and_zeros_stay_zeros() -> None:
     assert validate(Request(text="x")).sampling == SamplingParams(seed=77)
     given = Request(text="x", sampling=Sampling(temperature=0, top_k=0, min_p=0, seed=0))
