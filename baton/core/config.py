@@ -26,14 +26,11 @@ from pydantic_settings import (
 )
 
 from baton.core.errors import StartupError
+from baton.core.known_settings import COMPONENTS, PREFIX, SHARED_SECTIONS, check_environment, nearest
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-COMPONENTS = ("gateway", "prefill_worker", "decode_worker")
-# Sections that stand at the top of a YAML file and serve every component that has a field of the name.
-SHARED_SECTIONS = ("model", "redis", "server", "telemetry", "engine", "lease")
-_PREFIX = "BATON_"
 _MAX_SHOWN_CHARS = 80
 
 
@@ -48,7 +45,7 @@ class ComponentSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
-        env_prefix=_PREFIX,
+        env_prefix=PREFIX,
         env_nested_delimiter="__",
         env_ignore_empty=True,
         cli_exit_on_error=False,
@@ -88,7 +85,15 @@ class ComponentSettings(BaseSettings):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise StartupError(_describe(error, sources)) from None
+            raise StartupError(_describe(cls, error, sources)) from None
+
+    @classmethod
+    def is_named(cls, argv: Sequence[str], *path: str) -> bool:
+        """Whether a flag, the environment or the file sets the setting at `path`. StartupError and blocks as `load`."""
+        try:
+            return any(source.holds(path) for source in _sources(cls, argv))
+        except SettingsError as error:
+            raise StartupError(_describe_unparsed(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def _sources(cls: type[ComponentSettings], argv: Sequence[str]) -> Iterator[_Sou
     parser = argparse.ArgumentParser(
         prog=f"python -m {cls.class_name}",
         description=(
-            f"{(cls.__doc__ or '').strip()} Each setting is a flag, an environment variable ({_PREFIX}SERVER__PORT for "
+            f"{(cls.__doc__ or '').strip()} Each setting is a flag, an environment variable ({PREFIX}SERVER__PORT for "
             "server.port) or an entry of the YAML file; flags win over the environment, the environment over the file."
         ),
         allow_abbrev=False,
@@ -132,9 +137,9 @@ def _sources(cls: type[ComponentSettings], argv: Sequence[str]) -> Iterator[_Sou
         cls, root_parser=parser, parse_args_method=_parse_args, cli_parse_args=list(argv)
     )
     yield _Source(flags(), "flag --", ".")
-    _check_environment(cls)
-    own_prefix = f"{_PREFIX}{cls.class_name.upper()}__"
-    for prefix in (own_prefix, _PREFIX):
+    check_environment(cls, cls.class_name, os.environ)
+    own_prefix = f"{PREFIX}{cls.class_name.upper()}__"
+    for prefix in (own_prefix, PREFIX):
         yield _Source(
             EnvSettingsSource(cls, env_prefix=prefix)(), f"environment variable {prefix}", separator="__", upper=True
         )
@@ -189,22 +194,6 @@ def _read_yaml(file: str) -> dict[str, Any]:
     return {key: section or {} for key, section in document.items()}
 
 
-def _check_environment(cls: type[ComponentSettings]) -> None:
-    """Refuses variables that mean to be settings and are none.
-
-    Only names with a double underscore are looked at: orchestrators set names such as BATON_GATEWAY_PORT on their
-    own. Sections of other components pass, because processes may share one environment.
-    """
-    for name in os.environ:
-        head, *rest = name.upper().removeprefix(_PREFIX).lower().split("__")
-        if not name.upper().startswith(_PREFIX) or not rest:
-            continue
-        if head not in {*SHARED_SECTIONS, *COMPONENTS, *cls.model_fields}:
-            raise StartupError(f"{head}: no such section (environment variable {name}); --help lists all settings")
-        if head == cls.class_name and rest[0] not in cls.model_fields:
-            raise StartupError(f"{rest[0]}: no such setting (environment variable {name}); --help lists all settings")
-
-
 def _is_required_section(field: FieldInfo) -> bool:
     return field.is_required() and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
@@ -218,7 +207,7 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _describe(error: ValidationError, sources: Sequence[_Source]) -> str:
+def _describe(cls: type[ComponentSettings], error: ValidationError, sources: Sequence[_Source]) -> str:
     """All faults in one line."""
     faults = []
     for fault in error.errors(include_url=False):
@@ -227,12 +216,15 @@ def _describe(error: ValidationError, sources: Sequence[_Source]) -> str:
         path = [str(part) for part in fault["loc"]]
         name = ".".join(path)
         if fault["type"] == "missing":
-            flag, variable = _Source({}, "--", "."), _Source({}, _PREFIX, "__", upper=True)
+            flag, variable = _Source({}, "--", "."), _Source({}, PREFIX, "__", upper=True)
             faults.append(f"{name}: must be set, with {flag.spell(path)} or {variable.spell(path)} or in the YAML file")
             continue
-        origin = next((source.spell(path) for source in sources if source.holds(path)), "default")
+        place = next((source for source in sources if source.holds(path)), None)
+        origin = place.spell(path) if place else "default"
         if fault["type"] == "extra_forbidden":
-            faults.append(f"{name}: no such setting ({origin})")
+            meant = nearest(cls, path) if place else None
+            hint = f"; the closest is {place.spell(meant)}" if place and meant else ""
+            faults.append(f"{name}: no such setting ({origin}){hint}")
             continue
         what = re.sub(r"^(Input|Value error,) ?", "", fault["msg"]).strip()
         faults.append(f"{name}: {what}, got {_show(fault['input'])} ({origin})")
@@ -245,7 +237,7 @@ def _describe_unparsed(error: SettingsError) -> str:
     if not match:
         return _one_line(str(error).removeprefix("argument ").removeprefix("error parsing CLI: "))
     name = match["name"]
-    place = f"flag --{name}" if match["source"].startswith("Cli") else f"environment variable {_PREFIX}{name.upper()}"
+    place = f"flag --{name}" if match["source"].startswith("Cli") else f"environment variable {PREFIX}{name.upper()}"
     return f"{name}: must be JSON ({place})"
 
 

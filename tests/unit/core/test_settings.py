@@ -200,16 +200,74 @@ def test_variables_that_mean_to_be_settings(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("BATON_LEASE__LEASE_S", "1")
     FrontSettings.load(MODEL)
     monkeypatch.setenv("BATON_REDSI__URL", "x")
-    assert fault(MODEL).startswith("redsi: no such section (environment variable BATON_REDSI__URL)")
+    assert fault(MODEL) == (
+        "redsi: no such section (environment variable BATON_REDSI__URL); the closest is BATON_REDIS__URL"
+    )
     monkeypatch.delenv("BATON_REDSI__URL")
     monkeypatch.setenv("BATON_GATEWAY__SEVER__PORT", "1")
-    assert fault(MODEL).startswith("sever: no such setting (environment variable BATON_GATEWAY__SEVER__PORT)")
+    assert fault(MODEL) == (
+        "sever: no such setting (environment variable BATON_GATEWAY__SEVER__PORT);"
+        " the closest is BATON_GATEWAY__SERVER__PORT"
+    )
     monkeypatch.delenv("BATON_GATEWAY__SEVER__PORT")
     monkeypatch.setenv("BATON_REDIS__ULR", "x")
-    assert fault(MODEL) == "redis.ulr: no such setting (environment variable BATON_REDIS__ULR)"
+    assert fault(MODEL) == (
+        "redis.ulr: no such setting (environment variable BATON_REDIS__ULR);"
+        " the closest is environment variable BATON_REDIS__URL"
+    )
     monkeypatch.delenv("BATON_REDIS__ULR")
     monkeypatch.setenv("BATON_SERVER", '{"port": ')
     assert fault(MODEL) == "server: must be JSON (environment variable BATON_SERVER)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "closest"),
+    [
+        ("BATON_SERVER_PORT", "9000", "BATON_SERVER__PORT"),
+        ("BATON_ENGINE_DTYPE", "float32", "BATON_ENGINE__DTYPE"),
+        ("BATON_LEASE_LEASE_S", "3", "BATON_LEASE__LEASE_S"),
+        ("BATON_QUIK", "1", "BATON_QUICK"),
+        ("baton_quik", "1", "BATON_QUICK"),
+        ("BATON_GATEWAY__QUIK", "1", "BATON_GATEWAY__QUICK"),
+        ("BATON_GATEWAY", "{}", ""),
+        ("BATON_DECODE_WORKER", "{}", ""),
+        ("BATON_HOME", "/x", ""),
+    ],
+)
+def test_no_variable_of_ours_is_ignored(name: str, value: str, closest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    message = fault(MODEL)
+    assert name in message
+    assert message.endswith(f"the closest is {closest}" if closest else "--help lists all settings")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BATON_PORT", "tcp://10.0.0.1:8470"),
+        ("BATON_SERVER_PORT", "tcp://10.0.0.1:8470"),
+        ("BATON_SERVER_SERVICE_HOST", "10.0.0.1"),
+        ("BATON_SERVICE_PORT_GRPC", "8470"),
+        ("BATON_GATEWAY_PORT_8470_TCP", "tcp://10.0.0.1:8470"),
+        ("BATON_GATEWAY_PORT_8470_TCP_ADDR", "10.0.0.1"),
+        ("BATON_WORKER_ID", "d1"),
+        ("BATON_QUEUE__CLASSES__CHAT__MAX_WAITING", "3"),
+    ],
+)
+def test_what_orchestrators_and_other_components_set_passes(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    FrontSettings.load(MODEL)
+
+
+def test_whether_a_setting_is_named(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not FrontSettings.is_named([], "model", "path")
+    assert FrontSettings.is_named(MODEL, "model", "path")
+    assert FrontSettings.is_named(write("gateway: {model: {path: /m}}"), "model", "path")
+    assert not FrontSettings.is_named(write("decode_worker: {model: {path: /m}}"), "model", "path")
+    monkeypatch.setenv("BATON_MODEL__PATH", "/m")
+    assert FrontSettings.is_named([], "model", "path")
 
 
 @pytest.mark.parametrize(
