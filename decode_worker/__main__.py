@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+from baton.core.interrupts import end_quietly_until_handled
+
+if __name__ == "__main__":  # the imports below take a second and more
+    end_quietly_until_handled()
+
 import sys
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+from baton.core.interrupts import end_quietly_until_handled
+
+if __name__ == "__main__":  # the imports below take a second and more
+    end_quietly_until_handled()
+
 import asyncio
 import logging
 import sys
@@ -12,6 +17,7 @@ from baton.coordination.limits import QueueConfig
 from baton.coordination.queue import AdmissionQueue
 from baton.core.clock import SystemClock
 from baton.core.ids import new_incarnation
+from baton.core.start_up import StartPhases
 from baton.rpc.channels import ChannelPool
 from baton.rpc.lifecycle import run_component
 from baton.rpc.server import ServingServer
@@ -42,7 +48,10 @@ _FLEET_INTERVAL_S = 0.5
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Runs a gateway until `stop` is set, then drains it. StartupError when it cannot start."""
     setup_logging(settings.telemetry, "gateway")
+    phases = StartPhases()
+    phases.begin("load the tokenizer")
     tokenizer, model = await asyncio.to_thread(_load_model, settings)
+    phases.end()
     incarnation = new_incarnation()
     async with AsyncExitStack() as stack:
         tracing = setup_tracing(settings.telemetry, "gateway", incarnation)

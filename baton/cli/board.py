@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.supervisor import ChildState
+from baton.core.start_up import LINE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,16 +76,23 @@ class Board:
             row.start_took_s = None
         if state is ChildState.RESTARTING:
             row.num_restarts += 1
+        how = ""
         if state is ChildState.READY and row.start_took_s is None:
             row.start_took_s = now_s - row.started_s
+            how = f" after {row.start_took_s:.1f} s"
+        elif state is ChildState.READY:
+            how = " again"
         row.state, row.detail = state, detail
         if not self._live.is_started and state is not ChildState.ENDED:
-            took = f" after {row.start_took_s:.1f} s" if state is ChildState.READY and row.start_took_s else ""
-            self._print(name, Text(f"{state.value}{took} {detail}".rstrip(), style=STYLES[state]))
+            self._print(name, Text(f"{state.value}{how} {detail}".rstrip(), style=STYLES[state]))
 
     def line(self, name: str, text: str) -> None:
         """See `Observer`."""
-        self._print(name, Text.from_ansi(text))
+        row = self._rows[name]
+        if self._live.is_started and row.state is ChildState.STARTING and text.startswith(LINE_PREFIX):
+            row.detail = text.removeprefix(LINE_PREFIX)  # the table shows it
+        else:
+            self._print(name, Text.from_ansi(text))
 
     def note(self, text: str) -> None:
         """Shows a line of the supervisor's own."""

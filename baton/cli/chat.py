@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import TYPE_CHECKING
 
 from baton.cli.client import GatewayClient, connect, printable
-from baton.core.errors import ServingError
+from baton.core.errors import InvalidArgumentError, ServingError
 from baton.v1.gateway_pb2 import ChatMessage, GenerateRequest
 
 if TYPE_CHECKING:
@@ -58,8 +59,15 @@ class Conversation:
         return str(stats)
 
 
-def chat(address: str, template: GenerateRequest, console: Console) -> None:
-    """Reads turns and streams answers until the end of the input."""
+def chat(address: str, template: GenerateRequest, console: Console) -> bool:
+    """Reads turns and streams answers until the end of the input. Whether all was well, as far as nobody watched.
+
+    Failures are told at the terminal; without one on standard error, and then the result is False.
+    InvalidArgumentError when the input is not UTF-8 or is closed.
+    """
+    if sys.stdin is None:
+        raise InvalidArgumentError("chat", "standard input is closed")
+    is_watched, num_failed = sys.stdin.isatty(), 0
     _enable_line_editing()
     console.print("Ctrl-C stops an answer, Ctrl-D ends, /help shows more.", style="dim", highlight=False)
     conversation = Conversation(template)
@@ -71,15 +79,25 @@ def chat(address: str, template: GenerateRequest, console: Console) -> None:
                 if text.startswith("/"):
                     _command(text, conversation, console)
                 elif text:
-                    _answer(runner, client, conversation, text, console)
+                    failure = _answer(runner, client, conversation, text, console)
+                    if failure is not None and is_watched:
+                        console.print(failure.message, style="red", markup=False, highlight=False)
+                    elif failure is not None:
+                        print(f"baton: {failure}", file=sys.stderr)
+                        num_failed += 1
         finally:
             runner.run(channel.__aexit__(None, None, None))
+    return num_failed == 0
 
 
 def _read_turn(console: Console) -> str | None:
     """The next line, empty after Ctrl-C; None at the end of the input."""
     try:
-        return input("you> ").strip()
+        text = input("you> ").strip()
+        text.encode()  # bytes that are not UTF-8 arrive as surrogates in some locales
+        return text
+    except UnicodeError:
+        raise InvalidArgumentError("chat", "standard input must be UTF-8 text") from None
     except KeyboardInterrupt:
         console.print()
         return ""
@@ -100,7 +118,9 @@ def _command(text: str, conversation: Conversation, console: Console) -> None:
 
 def _answer(
     runner: asyncio.Runner, client: GatewayClient, conversation: Conversation, text: str, console: Console
-) -> None:
+) -> ServingError | None:
+    """Streams one answer; returns what kept it from being whole."""
+
     def write(piece: str) -> None:
         console.out(printable(piece), end="", highlight=False)
 
@@ -109,9 +129,10 @@ def _answer(
     except KeyboardInterrupt:  # the runner has cancelled the call
         console.print("\n(stopped)", style="dim", highlight=False)
     except ServingError as error:
-        console.print(error.message, style="red", markup=False, highlight=False)
+        return error
     else:
         console.print(f"\n({stats})", style="dim", highlight=False)
+    return None
 
 
 def _enable_line_editing() -> None:

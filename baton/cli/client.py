@@ -14,9 +14,13 @@ from baton.rpc.errors import DETAILS_KEY, from_call
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Iterable
 
+    from baton.v1.common_pb2 import TokenLogprobs
     from baton.v1.gateway_pb2 import Usage
+
+    # Which part, "prompt" or "answer", its next token ids, and one for each of them.
+    Score = Callable[[str, Iterable[int], Iterable[TokenLogprobs]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +45,13 @@ class GatewayClient:
         self._address = address
         self._stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(channel)
 
-    async def stream(self, request: gateway_pb2.GenerateRequest, write: Callable[[str], None]) -> AnswerStats:
-        """Hands the answer's text to `write` as it comes. Cancelling this ends the generation."""
+    async def stream(
+        self, request: gateway_pb2.GenerateRequest, write: Callable[[str], None], score: Score | None = None
+    ) -> AnswerStats:
+        """Hands the answer's text to `write` as it comes. Cancelling this ends the generation.
+
+        `score` gets the tokens and log-probabilities of prompt and answer, where the request asks for them.
+        """
         started_s = time.monotonic()
         first_s = last_s = 0.0
         num_after_first = 0
@@ -56,6 +65,10 @@ class GatewayClient:
                         num_after_first += len(event.delta.token_ids)
                     first_s = first_s or last_s
                     write(event.delta.text)
+                    if score is not None:
+                        score("answer", event.delta.token_ids, event.delta.logprobs)
+                elif event.HasField("scored_prompt") and score is not None:
+                    score("prompt", event.scored_prompt.token_ids, event.scored_prompt.logprobs)
                 elif event.HasField("finished"):
                     usage = event.finished.usage
         except grpc.aio.AioRpcError as error:

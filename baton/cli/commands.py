@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import codecs
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
@@ -14,26 +14,21 @@ import typer
 from rich.console import Console
 
 from baton.cli.chat import chat as run_chat
+from baton.cli.ending import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED, discard_output
 from baton.cli.generate import generate as run_generate
 from baton.cli.generate import read_prompt, set_input
+from baton.cli.request_flags import DEFAULT_ADDRESS, UINT64_MAX, Address, RequestFlags, takes_request_flags
 from baton.cli.status import show_status
 from baton.core.clock import SystemClock
 from baton.core.errors import ServingError, StartupError
-from baton.v1.common_pb2 import SamplingParams, StopConditions
-from baton.v1.gateway_pb2 import ChatMessage, GenerateRequest
+from baton.v1.gateway_pb2 import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
 DEFAULT_MIX = ("0.95:40-120:64", "0.05:2000-8000:128")
-MODEL_VARIABLES = ("BATON_MODEL__PATH", "BATON_GATEWAY__MODEL__PATH")
-EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
-UINT32_MAX = 2**32 - 1
-UINT64_MAX = 2**64 - 1
+FILE_WIDTH = 10_000
 
 app = typer.Typer(
     name="baton",
@@ -44,17 +39,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Address = Annotated[str, typer.Option(help="The gateway's host:port.")]
-ModelName = Annotated[str, typer.Option("--model", help="Name of the model; needed when there are several.")]
-System = Annotated[str | None, typer.Option(help="System message that opens the conversation.")]
-MaxTokens = Annotated[int | None, typer.Option(min=0, max=UINT32_MAX, help="Most tokens of an answer.")]
-Temperature = Annotated[float | None, typer.Option(help="Divides the logits; 0: always the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(min=0, max=UINT32_MAX, help="Keep the k likeliest tokens; 0: all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=UINT64_MAX, help="The same seed gives the same answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")]
 
 
 class LogLevel(StrEnum):
@@ -84,77 +68,63 @@ def up(  # noqa: PLR0913 flags of the command
     Settings of the components that have no flag here come from the environment (BATON_ENGINE__DTYPE=float32) or the
     YAML file.
     """
-    # Here, because the other commands start faster without them.
-    from baton.cli.topology import Launch
-    from baton.cli.up import run
-
-    if model is None and config is None and not any(map(os.environ.get, MODEL_VARIABLES)):
-        model = DEFAULT_MODEL
     given = {"--config": config, "--model.path": model, "--redis.url": redis_url}
     flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     flags += ["--telemetry.log_level", log_level]
     with _one_line_errors():
-        asyncio.run(run(Launch(flags=flags, host=host, port=port, demo=demo), Console(stderr=True), SystemClock()))
+        # Here, because the other commands start faster without them.
+        from baton.cli.topology import Launch
+        from baton.cli.up import run
+
+        launch = Launch(flags=flags, default_model=DEFAULT_MODEL, host=host, port=port, demo=demo)
+        asyncio.run(run(launch, Console(stderr=True), SystemClock()))
 
 
 @app.command()
-def chat(  # noqa: PLR0913 flags of the command
-    address: Address = DEFAULT_ADDRESS,
-    model: ModelName = "",
-    system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-) -> None:
-    """Talk with the model. Ctrl-C stops an answer, Ctrl-D ends, /help shows the rest."""
+@takes_request_flags
+def chat(flags: RequestFlags) -> None:
+    """Talk with the model. Ctrl-C stops an answer, Ctrl-D ends, /help shows the rest.
+
+    With input from a pipe each line is a turn, and the exit code is 1 when one of them failed.
+    """
     with _one_line_errors():
-        template = GenerateRequest(
-            model=model,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
-            stop=StopConditions(max_tokens=max_tokens, strings=stop or []),
-        )
-        if system is not None:
-            template.messages.append(ChatMessage(role="system", content=system))
-        run_chat(address, template, Console())
+        template = flags.request()
+        if flags.system is not None:
+            template.messages.append(ChatMessage(role="system", content=flags.system))
+        if not run_chat(flags.address, template, Console()):
+            raise typer.Exit(EXIT_FAILURE)
 
 
 @app.command()
-def generate(  # noqa: PLR0913 flags of the command
+@takes_request_flags
+def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    flags: RequestFlags,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
-    address: Address = DEFAULT_ADDRESS,
-    model: ModelName = "",
-    system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Show each token's log-probability and those of the N likeliest on standard error."),
+    ] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(min=0, help="The same for the tokens of the prompt.")] = None,
 ) -> None:
     """Answer one prompt. Standard output gets the answer's text and nothing else."""
-    if raw and system is not None:
+    if raw and flags.system is not None:
         raise typer.BadParameter("has no place in a --raw prompt", param_hint="--system")
     with _one_line_errors():
-        request = GenerateRequest(
-            model=model,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
-            stop=StopConditions(max_tokens=max_tokens, strings=stop or []),
-        )
-        set_input(request, read_prompt(prompt, sys.stdin.buffer), raw=raw, system=system)
-        asyncio.run(run_generate(address, request, sys.stdout))
+        request = flags.request()
+        if logprobs is not None:
+            request.logprobs.output_top = logprobs
+        if prompt_logprobs is not None:
+            request.logprobs.prompt_top = prompt_logprobs
+        set_input(request, read_prompt(prompt, sys.stdin), raw=raw, system=flags.system)
+        asyncio.run(run_generate(flags.address, request, sys.stdout, sys.stderr))
 
 
 @app.command()
 def status(address: Address = DEFAULT_ADDRESS) -> None:
     """Show queues, workers and occupancy now."""
     with _one_line_errors():
-        asyncio.run(show_status(address, Console()))
+        asyncio.run(show_status(address, _report_console()))
 
 
 @app.command()
@@ -188,7 +158,7 @@ def plan(  # noqa: PLR0913 flags of the command
         if as_json:
             print(plan_as_json(deployment, lengths))
         else:
-            show_plan(deployment, lengths, Console())
+            show_plan(deployment, lengths, _report_console())
         if deployment.faults():
             raise typer.Exit(EXIT_FAILURE)
 
@@ -213,7 +183,7 @@ def simulate(  # noqa: PLR0913 flags of the command
     find_ratio: Annotated[
         bool, typer.Option("--find-ratio", help="Divide the workers as serves this load best.")
     ] = False,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, max=UINT64_MAX, help="The same seed gives the same report.")] = 0,
 ) -> None:
     """Run the production schedulers, routing and queue policy on a virtual clock, with workers of any number.
 
@@ -238,11 +208,11 @@ def simulate(  # noqa: PLR0913 flags of the command
     costs = Costs(prefill_token_s=1 / prefill_speed, decode_step_s=step_ms / 1000, decode_seq_s=sequence_ms / 1000)
     scenario = Scenario(
         fleet=Fleet(num_prefill=prefill, num_decode=decode, prefill=size, decode=size, costs=costs),
-        load=Load(parts=parts, rate=rate, num_requests=requests, num_tenants=tenants, flood=flood, seed=seed or 0),
+        load=Load(parts=parts, rate=rate, num_requests=requests, num_tenants=tenants, flood=flood, seed=seed),
         wanted_first_token_s=wanted_s,
     )
     with _one_line_errors():
-        run_simulation(scenario, Console(), find_ratio=find_ratio)
+        run_simulation(scenario, _report_console(), find_ratio=find_ratio)
 
 
 @contextmanager
@@ -253,12 +223,25 @@ def _one_line_errors() -> Iterator[None]:
     except (ServingError, StartupError) as error:
         print(f"baton: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_FAILURE) from None
-    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8 arrive as surrogates
-        print("baton: arguments must be UTF-8 text", file=sys.stderr)
+    except UnicodeEncodeError as error:
+        print(f"baton: {_explain_encoding(error)}", file=sys.stderr)
         raise typer.Exit(EXIT_FAILURE) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        # Whoever read the output is gone. Nothing may be flushed to it when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read the output is gone
+        discard_output()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
+
+
+def _explain_encoding(error: UnicodeEncodeError) -> str:
+    if codecs.lookup(error.encoding).name == "utf-8":  # bytes of the command line that are not UTF-8: surrogates
+        return "arguments must be UTF-8 text"
+    return (
+        f"standard output takes {error.encoding} only, and the text has more: set PYTHONIOENCODING=utf-8 or a locale"
+        " such as LC_ALL=C.UTF-8"
+    )
+
+
+def _report_console() -> Console:
+    """For tables: as wide as the terminal, and where there is none as wide as they are."""
+    return Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)

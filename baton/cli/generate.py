@@ -9,22 +9,28 @@ from baton.core.errors import InvalidArgumentError
 from baton.v1.gateway_pb2 import ChatMessage
 
 if TYPE_CHECKING:
-    from typing import BinaryIO, TextIO
+    from collections.abc import Iterable
+    from typing import TextIO
 
+    from baton.v1.common_pb2 import TokenLogprobs
     from baton.v1.gateway_pb2 import GenerateRequest
 
 
-def read_prompt(argument: str, stdin: BinaryIO) -> str:
+def read_prompt(argument: str, stdin: TextIO | None) -> str:
     """The prompt: `argument`, or for `-` all of `stdin` without its last newline. Blocks until its end.
 
-    InvalidArgumentError when it is not UTF-8.
+    InvalidArgumentError when it is not UTF-8, whatever the locale, or closed.
     """
     if argument != "-":
         return argument
+    if stdin is None:
+        raise InvalidArgumentError("prompt", "standard input is closed")
     try:
-        return stdin.read().decode().removesuffix("\n")
-    except UnicodeDecodeError:
-        raise InvalidArgumentError("prompt", "must be UTF-8 text") from None
+        return stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            "prompt", f"must be UTF-8 text; byte {error.start} of standard input is none"
+        ) from None
 
 
 def set_input(request: GenerateRequest, prompt: str, *, raw: bool, system: str | None) -> None:
@@ -37,10 +43,14 @@ def set_input(request: GenerateRequest, prompt: str, *, raw: bool, system: str |
     request.messages.append(ChatMessage(role="user", content=prompt))
 
 
-async def generate(address: str, request: GenerateRequest, stdout: TextIO) -> None:
-    """Streams the answer to `stdout` and ends it with a newline. ServingError when it fails."""
+async def generate(address: str, request: GenerateRequest, stdout: TextIO, stderr: TextIO) -> None:
+    """Streams the answer to `stdout` and ends it with a newline. ServingError when it fails.
+
+    Log-probabilities that were asked for go to `stderr` afterwards, a line for each token.
+    """
     clean = printable if stdout.isatty() else str
     last = ""
+    scores: list[str] = []
 
     def write(text: str) -> None:
         nonlocal last
@@ -48,7 +58,18 @@ async def generate(address: str, request: GenerateRequest, stdout: TextIO) -> No
         stdout.write(clean(text))
         stdout.flush()
 
+    def score(where: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
+        scores.extend(_describe(where, token_id, each) for token_id, each in zip(token_ids, logprobs, strict=False))
+
     async with connect(address) as client:
-        await client.stream(request, write)
+        await client.stream(request, write, score)
     if not last.endswith("\n"):
         write("\n")
+    for line in scores:
+        print(line, file=stderr)
+
+
+def _describe(where: str, token_id: int, logprobs: TokenLogprobs) -> str:
+    likeliest = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    others = ", ".join(f"{other} {value:.4f}" for other, value in likeliest)
+    return f"{where} token {token_id}: {logprobs.logprob:.4f}" + (f" (likeliest: {others})" if others else "")

@@ -12,16 +12,24 @@ from baton.cli.readiness import watch_grpc, watch_redis
 from baton.cli.redis import RedisChild
 from baton.cli.supervisor import ChildSpec
 from baton.core.errors import StartupError
+from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
+from decode_worker.settings import DecodeWorkerSettings
 from gateway.settings import GatewaySettings
+from prefill_worker.settings import PrefillWorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from baton.coordination.embedded import EmbeddedRedis
+    from baton.core.config import ComponentSettings
 
 REDIS = "redis"
 GATEWAY = "gateway"
-WORKERS = ("prefill_worker", "decode_worker")
+SETTINGS: dict[str, type[ComponentSettings]] = {
+    component.class_name: component for component in (PrefillWorkerSettings, DecodeWorkerSettings, GatewaySettings)
+}
+WORKERS = (PrefillWorkerSettings.class_name, DecodeWorkerSettings.class_name)
 LOOPBACK = "127.0.0.1"
 # Beyond the time that a component gives its own running calls.
 DRAIN_MARGIN_S = 5.0
@@ -29,9 +37,13 @@ DRAIN_MARGIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What `baton up` was asked to do. `flags` go to every component, `host` and `port` to the gateway."""
+    """What `baton up` was asked to do. `flags` go to every component, `host` and `port` to the gateway.
+
+    `default_model` is the folder for a component whose settings name none.
+    """
 
     flags: Sequence[str]
+    default_model: Path
     host: str | None
     port: int | None
     demo: bool
@@ -59,10 +71,10 @@ def plan(launch: Launch, redis: EmbeddedRedis) -> Topology:
     StartupError when a setting is wrong, the model folder is not there or the gateway's port is taken.
     """
     given = {"--server.host": launch.host, "--server.port": launch.port}
+    flags = {name: _with_model(component, launch) for name, component in SETTINGS.items()}
     own_flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    settings = GatewaySettings.load([*launch.flags, *own_flags])
-    if not settings.model.path.is_dir():
-        raise StartupError(f"model.path: {settings.model.path} is no folder; `make model` fetches the sample model")
+    settings = GatewaySettings.load([*flags[GATEWAY], *own_flags])
+    _require_model(settings.model.path)
     host, port = settings.server.host, settings.server.port or free_port(settings.server.host)
     require_free(host, port)
     embedded = "url" not in settings.redis.model_fields_set
@@ -70,7 +82,7 @@ def plan(launch: Launch, redis: EmbeddedRedis) -> Topology:
     def component(name: str, host: str, port: int) -> ChildSpec:
         def start(on_line: Callable[[str], None]) -> Child:
             chosen = port or free_port(host)
-            command = [sys.executable, "-P", "-m", name, *launch.flags]
+            command = [sys.executable, "-P", "-m", name, *flags[name], "--telemetry.show_start"]
             if embedded:  # it has an address once it runs
                 command += ["--redis.url", redis.url]
             command += ["--server.host", host, "--server.port", str(chosen)]
@@ -88,6 +100,24 @@ def plan(launch: Launch, redis: EmbeddedRedis) -> Topology:
     if embedded:
         stages.insert(0, [ChildSpec(name=REDIS, start=lambda _: RedisChild(redis), watch=watch_redis)])
     return Topology(stages=stages, address=f"{_reachable(host)}:{port}", model=settings.model.name)
+
+
+def _with_model(settings: type[ComponentSettings], launch: Launch) -> list[str]:
+    """The component's flags, with the default model where neither they nor the environment or the file name one."""
+    if settings.is_named(launch.flags, "model", "path"):
+        return [*launch.flags]
+    return [*launch.flags, "--model.path", str(launch.default_model)]
+
+
+def _require_model(folder: Path) -> None:
+    """StartupError for a folder that no component could use: here, before they import their libraries to find out."""
+    if not folder.is_dir():
+        raise StartupError(f"model.path: {folder} is no folder; `make model` fetches the sample model")
+    try:
+        weights_fingerprint(folder)
+        tokenizer_fingerprint(folder)
+    except StartupError as error:
+        raise StartupError(f"model.path: {error}") from None
 
 
 def _reachable(host: str) -> str:

@@ -73,11 +73,12 @@ async def _demonstrate(address: str, board: Board) -> None:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
-    write(f"\nyou> {DEMO_PROMPT}\n")
     try:
+        write(f"\nyou> {DEMO_PROMPT}\n")
         async with connect(address) as client:
             stats = await client.stream(request, write)
+        write(f"\n\n({stats})\n\n")
     except ServingError as error:
         board.note(f"\nthe sample chat failed: {error.message}")
-    else:
-        write(f"\n\n({stats})\n\n")
+    except (OSError, UnicodeEncodeError) as error:
+        board.note(f"the sample chat cannot be shown: {error}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
+import os
 import shutil
 import signal
 import socket
@@ -22,17 +24,22 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
+_FOLDER_PREFIX = "baton-redis-"
+# A file in the folder that its owner keeps locked, so for as long as the owner lives.
+_OWNER_NAME = "owner"
 
 
 class EmbeddedRedis:
     """A child process `redis-server` without persistence, on a Unix socket in a directory only we can read.
 
     All methods are synchronous. `start` blocks until the server answers, some 30 ms. The server dies with the
-    thread that started it: start it from the main thread. `stop` removes everything.
+    thread that started it: start it from the main thread. `stop` removes everything; what a killed owner left is
+    removed by the next `start` of anybody.
     """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._owner_fd = -1
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -56,7 +63,8 @@ class EmbeddedRedis:
         assert self._process is None or self._process.poll() is not None, "it runs already"
         binary = _find_binary()
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="baton-redis-"))
+            _reap_stale_folders()
+            self._folder, self._owner_fd = _new_folder()
         self._socket_path.unlink(missing_ok=True)
         options = {
             "port": "0",
@@ -99,6 +107,7 @@ class EmbeddedRedis:
             self._process = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._owner_fd)
             self._folder = None
 
     def kill(self) -> None:
@@ -138,6 +147,39 @@ class EmbeddedRedis:
             cause += f": {self._log_path.read_text(errors='replace').strip().splitlines()[-1]}"
         self.stop()
         raise StartupError(f"embedded Redis did not start: {cause}")
+
+
+def _new_folder() -> tuple[Path, int]:
+    """A new folder with its owner's file, and that one's descriptor. The file appears when it is locked already."""
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    unlocked = folder / f".{_OWNER_NAME}"
+    fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    unlocked.rename(folder / _OWNER_NAME)
+    return folder, fd
+
+
+def _reap_stale_folders() -> None:
+    """Removes this user's folders whose owners are no more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if _is_stale(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_stale(folder: Path) -> bool:
+    try:
+        if folder.lstat().st_uid != os.getuid():
+            return False
+        fd = os.open(folder / _OWNER_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # it is being made or removed, or is no folder of ours
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner lives
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _find_binary() -> Path:

@@ -131,6 +131,9 @@ class TelemetrySettings(Section):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level shown")
     log_format: Literal["console", "json"] = Field(default="console", description="For people or for programs")
+    show_start: bool = Field(
+        default=False, description="Tell each phase of the start in a short line on standard output, not in the log"
+    )
 
 
 class EngineSettings(Section):

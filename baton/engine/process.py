@@ -27,7 +27,7 @@ from baton.core.errors import ResourceExhaustedError, StartupError, UnavailableE
 from baton.engine.channel import Begin, CommandT, Decoder, Events, EventT, Failed, Ready, Stop, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from baton.engine.channel import ChildChannel
 
@@ -85,15 +85,17 @@ class EngineProcess(Generic[CommandT, EventT]):
         spec: SpecT,
         *,
         name: str = "engine",
+        words: Sequence[str] = (),
         start_timeout_s: float = 600.0,
     ) -> EngineProcess[CommandT, EventT]:
         """Starts `target(channel, spec)` in a new process and waits until it calls `channel.ready(facts)`.
 
-        `target` is a function at the top of a module, `spec` picklable. StartupError carries the one line that the
+        `target` is a function at the top of a module, `spec` picklable. `name` stands in errors, `words` in the list
+        of processes. StartupError carries the one line that the
         child raised as StartupError, or says how it ended. When this call fails or is cancelled no process is left.
         """
         first_message = encode(Begin(target, spec))
-        engine = cls(*_spawn(name), name)
+        engine = cls(*_spawn(name, words), name)
         try:
             async with asyncio.timeout(start_timeout_s):
                 await engine._begin(first_message)
@@ -302,21 +304,18 @@ class _Link(asyncio.Protocol):
             self._transport.resume_reading()
 
 
-def _spawn(name: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(name: str, words: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts the child; the process and our end of its socket. Blocks for some milliseconds."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from baton.engine.channel import run_child; run_child({theirs.fileno()}, {os.getpid()})"
-    )
+    command = [sys.executable, "-P", "-m", "baton.engine.child", *words, str(theirs.fileno()), str(os.getpid())]
+    # It finds the modules that this process finds.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # The child inherits the mask: a Ctrl-C can't reach it before it has its own handlers.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         with theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-c", code, f"baton-{name}"], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
-            )
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
     except OSError as error:
         ours.close()
         raise StartupError(f"the {name} process cannot be started: {error.strerror}") from error

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TextIO
 import structlog
 from opentelemetry import trace
 
+from baton.core.start_up import LOGGER_NAME
+
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
 
@@ -56,6 +58,10 @@ def setup_logging(settings: TelemetrySettings, component: str, stream: TextIO = 
     root.setLevel(logging.WARNING)
     for name in _OWN:
         logging.getLogger(name).setLevel(settings.log_level.upper())
+    start_up = logging.getLogger(LOGGER_NAME)
+    start_up.handlers[:] = [logging.StreamHandler(sys.stdout)] if settings.show_start else []
+    start_up.propagate = not settings.show_start
+    start_up.setLevel(logging.INFO if settings.show_start else logging.NOTSET)
 
 
 def _add_trace(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

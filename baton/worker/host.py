@@ -42,6 +42,7 @@ class WorkerHost:
     """One life of a worker's server process: its connections, its server, its instruments."""
 
     name: str
+    worker_id: str
     incarnation: str
     tracer: Tracer
     instruments: WorkerInstruments
@@ -66,6 +67,7 @@ class WorkerHost:
                 stack.push_async_callback(asyncio.to_thread, endpoint.close)
             yield cls(
                 name=name,
+                worker_id=settings.worker_id,
                 incarnation=incarnation,
                 tracer=tracing.tracer,
                 instruments=WorkerInstruments(metrics),
@@ -78,7 +80,9 @@ class WorkerHost:
         self, target: Callable[[ChildChannel[Any, EventBatch], SpecT], None], spec: SpecT, stop: asyncio.Event
     ) -> AsyncIterator[EngineProcess[Any, EventBatch] | None]:
         """The engine process, ready, for as long as the block; None when `stop` was set before it was."""
-        process = await _unless(stop, EngineProcess.start(target, spec, name=f"{self.name} engine"))
+        process = await _unless(
+            stop, EngineProcess.start(target, spec, name=f"{self.name} engine", words=(self.name, self.worker_id))
+        )
         if process is None:
             yield None
             return

@@ -31,6 +31,7 @@ class WorkerSettings(ComponentSettings):
     server: ServerSettings = ServerSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     engine: EngineSettings = EngineSettings()
+    worker_id: str
     max_waiting: int = Field(default=256, ge=1, description="Most requests inside the worker; more are refused")
     heartbeat_s: float = Field(
         default=0.5, ge=0.05, le=1, allow_inf_nan=False, description="Time between heartbeats, seconds"

@@ -6,9 +6,7 @@ Torch is imported inside `load`, so that the server processes, which need the na
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +14,10 @@ from baton.core.errors import ServingError, StartupError
 from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
 from baton.core.manifest import verify_weights
 from baton.core.model import KVLayout, ModelFingerprint
+from baton.core.start_up import StartPhases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from baton.core.settings import ModelSettings
     from baton.core.workers import WorkerRole
@@ -58,14 +57,6 @@ class Loaded:
     facts: EngineFacts
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Logs how long a phase of the start took."""
-    start_s = time.monotonic()
-    yield
-    _log.info("start-up phase done", extra={"phase": name, "duration_s": round(time.monotonic() - start_s, 3)})
-
-
 def load(
     role: WorkerRole, settings: WorkerSettings, make_pool: Callable[[KVLayout, int], KVPool], *, swap_bytes: int = 0
 ) -> Loaded:
@@ -75,57 +66,62 @@ def load(
     or the memory is not as it must be.
     """
     model, engine = settings.model, settings.engine
-    with phase("import"):
-        from baton.engine.cores import CoreShare
-        from baton.engine.memory_limit import memory_of
-        from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
-        from baton.engine.model_config import DecoderConfig
-        from baton.engine.native.build import compiler
-        from baton.engine.precision import require_quantization, resolve_dtype
-        from baton.engine.threads import use_threads
-        from baton.engine.torch_executor import TorchExecutor
-        from baton.structure.compiler import StructureCompiler
+    # What is wrong with the folder is told before the libraries are there, which takes seconds.
+    weights, tokenizer = weights_fingerprint(model.path), tokenizer_fingerprint(model.path)
+    phases = StartPhases()
+    phases.begin("import")
+    from baton.engine.cores import CoreShare
+    from baton.engine.memory_limit import memory_of
+    from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
+    from baton.engine.model_config import DecoderConfig
+    from baton.engine.native.build import compiler
+    from baton.engine.precision import require_quantization, resolve_dtype
+    from baton.engine.threads import use_threads
+    from baton.engine.torch_executor import TorchExecutor
+    from baton.structure.compiler import StructureCompiler
+
     use_threads(engine.num_threads)
-    with phase("configure"):
-        dtype = resolve_dtype(engine.dtype, engine.device)
-        require_quantization(engine.quantization, engine.device)
-        config = DecoderConfig.from_folder(model.path)
-        needs = WorkerNeeds(
-            role=role,
-            config=config,
-            layout=config.kv_layout(engine.block_size, dtype),
-            engine=engine,
-            max_context_tokens=model.max_context_tokens,
-            by_kernels=engine.device == "cpu" and compiler() is not None,
-            swap_bytes=swap_bytes,
-        )
-        plan = MemoryPlan.make(needs, memory_of(engine.device))
-        plan.require_fits()
-        _tell(plan)
-    with phase("allocate"):
-        pool = make_pool(needs.layout, plan.num_blocks)
-    with phase("load"), ThreadPoolExecutor(1) as threads:
+    phases.begin("configure")
+    dtype = resolve_dtype(engine.dtype, engine.device)
+    require_quantization(engine.quantization, engine.device)
+    config = DecoderConfig.from_folder(model.path)
+    needs = WorkerNeeds(
+        role=role,
+        config=config,
+        layout=config.kv_layout(engine.block_size, dtype),
+        engine=engine,
+        max_context_tokens=model.max_context_tokens,
+        by_kernels=engine.device == "cpu" and compiler() is not None,
+        swap_bytes=swap_bytes,
+    )
+    plan = MemoryPlan.make(needs, memory_of(engine.device))
+    plan.require_fits()
+    _tell(plan)
+    phases.begin("allocate")
+    pool = make_pool(needs.layout, plan.num_blocks)
+    phases.begin("load")
+    with ThreadPoolExecutor(1) as threads:
         # Beside the load, which reads the same pages: hashing keeps no other thread from running.
         verifying = threads.submit(verify_weights, model.path)
-        fingerprint = ModelFingerprint(
-            model=model.name,
-            weights=weights_fingerprint(model.path),
-            tokenizer=tokenizer_fingerprint(model.path),
-            dtype=dtype,
-            quantization=engine.quantization,
-        )
         cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
         executor = TorchExecutor.from_folder(model.path, pool=pool, quantization=engine.quantization, cores=cores)
         verifying.result()
-    with phase("tokenizer"):
-        structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
-    with phase("warm-up"):
-        try:
-            executor.warm_up()
-        except ServingError as error:
-            raise StartupError(f"{model.path}: the first step failed: {error}") from error
+    phases.begin("tokenizer")
+    structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
+    phases.begin("warm-up")
+    try:
+        executor.warm_up()
+    except ServingError as error:
+        raise StartupError(f"{model.path}: the first step failed: {error}") from error
+    phases.end()
     facts = EngineFacts(
-        fingerprint=fingerprint,
+        fingerprint=ModelFingerprint(
+            model=model.name,
+            weights=weights,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            quantization=engine.quantization,
+        ),
         layout=needs.layout,
         num_blocks=pool.num_blocks,
         vocab_size=executor.vocab_size,

@@ -11,6 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from baton.core.start_up import LINE_PREFIX, LOGGER_NAME
+
 _log = logging.getLogger(__name__)
 
 COMPILED = ("decoder.c", "chunks.c")
@@ -79,7 +81,7 @@ def _compile(compiler_path: str, library: Path, machine: str) -> None:
         made = Path(scratch) / library.name
         sources = [str(_source(name)) for name in COMPILED]
         command = [compiler_path, *FLAGS, machine, *sources, "-o", str(made), "-lm"]
-        _log.info("compiling the kernels")
+        logging.getLogger(LOGGER_NAME).info("%scompile the kernels, once for this machine", LINE_PREFIX)
         subprocess.run(command, capture_output=True, check=True, text=True, timeout=COMPILE_TIMEOUT_S)
         made.replace(library)
 

@@ -8,6 +8,8 @@ from baton.core.errors import OutOfRangeError, ResourceExhaustedError, ServingEr
 from baton.rpc.errors import to_status
 from baton.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
+LONG_ADDRESS = f"{'host' * 30}.example:8471"
+
 
 class RoteGateway(gateway_pb2_grpc.GatewayServiceServicer):
     """Says back the last thing it was told, word by word; a few words make it behave otherwise."""
@@ -20,13 +22,23 @@ class RoteGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.requests.append(request)
         prompt = request.messages[-1].content if request.messages else request.text
         try:
+            if request.logprobs.HasField("prompt_top"):
+                scored = gateway_pb2.ScoredPrompt(
+                    first_position=1, token_ids=[5], logprobs=[common_pb2.TokenLogprobs(logprob=-0.5)]
+                )
+                yield gateway_pb2.GenerateResponse(scored_prompt=scored)
             async for event in self._events(prompt):
-                yield event
+                yield self._scored(event, request.logprobs)
         except ServingError as error:
             await context.abort(*to_status(error))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+    def _scored(self, event, options):
+        if event.HasField("delta") and options.HasField("output_top"):
+            event.delta.logprobs.add(logprob=-1.25, top_ids=[9], top_logprobs=[-0.75])
+        return event
 
     async def _events(self, prompt):
         if prompt == "full":
@@ -56,7 +68,7 @@ class RoteGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def GetStatus(self, request, context):
         worker = common_pb2.WorkerStatus(
-            worker_id="prefill-1", role=99, state=common_pb2.WORKER_STATE_READY, address="a:1", num_blocks=1000
+            worker_id="prefill-1", role=99, state=common_pb2.WORKER_STATE_READY, address=LONG_ADDRESS, num_blocks=1000
         )
         queue = gateway_pb2.QueueStatus(queue_class="chat", num_waiting=3, max_waiting=256, max_waiting_tokens=4096)
         return gateway_pb2.GetStatusResponse(model="tiny", queues=[queue], workers=[worker], num_active=5)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pty
+import re
+import shlex
 import signal
 import sys
 
@@ -12,8 +15,12 @@ import grpc
 import pytest
 
 from baton.cli.client import printable
+from baton.cli.request_flags import RequestFlags
 from baton.v1 import gateway_pb2_grpc
-from tests.integration.cli.fake_gateway import RoteGateway
+from baton.v1.common_pb2 import SamplingParams, StopConditions, Structure
+from tests.integration.cli.fake_gateway import LONG_ADDRESS, RoteGateway
+
+STOP_FLAGS = {"strings": "stop", "token_ids": "stop_token_id"}
 
 
 @pytest.fixture
@@ -28,9 +35,17 @@ async def gateway():
     await server.stop(0)
 
 
-async def start(*args: str, stdin: int = asyncio.subprocess.PIPE, stdout: int = asyncio.subprocess.PIPE):
+async def start(
+    *args: str,
+    stdin: int = asyncio.subprocess.PIPE,
+    stdout: int = asyncio.subprocess.PIPE,
+    **environment: str,
+):
     command = [sys.executable, "-m", "baton.cli", *args]
-    return await asyncio.create_subprocess_exec(*command, stdin=stdin, stdout=stdout, stderr=asyncio.subprocess.PIPE)
+    environment = {**os.environ, **environment}
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=stdin, stdout=stdout, stderr=asyncio.subprocess.PIPE, env=environment
+    )
 
 
 async def baton(*args: str, given: bytes = b"") -> tuple[int, str, str]:
@@ -64,6 +79,85 @@ async def test_generate_reads_a_pipe_and_passes_every_flag(gateway):
     assert (request.stop.max_tokens, list(request.stop.strings)) == (9, ["a", "b"])
 
 
+async def test_generate_passes_every_other_flag_and_shows_log_probabilities(gateway, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "string"}')
+    flags = "--repetition-penalty 1.5 --frequency-penalty -0.5 --presence-penalty 0.25 --logit-bias 7=-100"
+    flags += " --logit-bias 8=1.5 --min-tokens 0 --stop-token-id 3 --stop-token-id 4 --ignore-eos"
+    flags += f" --logprobs 1 --prompt-logprobs 0 --json-schema @{tmp_path}/schema.json"
+    code, out, err = await baton("generate", "hello", *flags.split(), "--address", gateway.address)
+    assert (code, out) == (0, "hello\n")
+    assert err.splitlines() == ["prompt token 5: -0.5000", "answer token 0: -1.2500 (likeliest: 9 -0.7500)"]
+    (request,) = gateway.requests
+    sampling, stop = request.sampling, request.stop
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, -0.5, 0.25)
+    assert dict(sampling.logit_bias) == {7: -100.0, 8: 1.5}
+    assert (stop.min_tokens, stop.HasField("min_tokens"), list(stop.token_ids)) == (0, True, [3, 4])
+    assert stop.ignore_eos
+    assert (request.logprobs.output_top, request.logprobs.prompt_top) == (1, 0)
+    assert request.structure.json_schema == '{"type": "string"}'
+    assert not request.structure.HasField("regex")
+
+
+def test_the_commands_have_a_flag_for_each_parameter_of_the_protos():
+    """What a flag is not for: ids of the request, and input that is no text."""
+    flags = {field.name for field in dataclasses.fields(RequestFlags)}
+    for message, renamed in ((SamplingParams, {}), (Structure, {}), (StopConditions, STOP_FLAGS)):
+        fields = {field.name for field in message.DESCRIPTOR.fields}
+        assert {renamed.get(name, name) for name in fields} <= flags
+
+
+async def test_a_file_that_is_not_there_is_named():
+    assert await baton("generate", "x", "--regex", "@/nowhere/x") == (
+        1,
+        "",
+        "baton: /nowhere/x: No such file or directory\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "redirection", "reason"),
+    [
+        (["generate", "hello"], ">/dev/full", "cannot write to standard output: No space left on device"),
+        (["chat"], ">/dev/full", "cannot write to standard output: No space left on device"),
+        (["status"], ">/dev/full", "cannot write to standard output: No space left on device"),
+        (["generate", "hello"], ">&-", "standard output is closed"),
+    ],
+)
+async def test_an_output_that_takes_nothing_is_one_line(gateway, command, redirection, reason):
+    words = shlex.join([sys.executable, "-m", "baton.cli", *command, "--address", gateway.address])
+    shell = await asyncio.create_subprocess_shell(
+        f"{words} {redirection}", stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    _, err = await shell.communicate(b"hello\n")
+    assert (shell.returncode, err.decode()) == (1, f"baton: {reason}\n")
+
+
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
+async def test_a_closed_input_is_one_line(gateway, command):
+    words = shlex.join([sys.executable, "-m", "baton.cli", *command, "--address", gateway.address])
+    shell = await asyncio.create_subprocess_shell(
+        f"{words} <&-", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await shell.communicate()
+    assert (shell.returncode, out) == (1, b"")
+    assert re.fullmatch(rb"baton: (prompt|chat): standard input is closed\n", err)
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8:surrogateescape"])
+async def test_chat_says_what_is_wrong_with_input_that_is_not_utf8(gateway, coding):
+    process = await start("chat", "--address", gateway.address, PYTHONIOENCODING=coding)
+    _, err = await process.communicate(b"gr\xfcn\n")
+    assert (process.returncode, err) == (1, b"baton: chat: standard input must be UTF-8 text\n")
+
+
+async def test_an_output_of_a_small_encoding_is_named(gateway):
+    process = await start("generate", "grün", "--address", gateway.address, PYTHONIOENCODING="ascii")
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.startswith(b"baton: standard output takes ascii only, and the text has more: set PYTHONIOENCODING=utf-8")
+    assert err.count(b"\n") == 1
+
+
 async def test_control_characters_pass_through_a_pipe_unchanged(gateway):
     _, out, _ = await baton("generate", "a\x1b[2Jb\n", "--address", gateway.address)
     assert out == "a\x1b[2Jb\n"
@@ -92,7 +186,7 @@ async def test_no_gateway_is_one_line_and_a_failure(command):
 
 async def test_input_that_is_not_utf8(gateway):
     code, out, err = await baton("generate", "-", "--address", gateway.address, given=b"\xff")
-    assert (code, out, err) == (1, "", "baton: prompt: must be UTF-8 text\n")
+    assert (code, out, err) == (1, "", "baton: prompt: must be UTF-8 text; byte 0 of standard input is none\n")
     code, out, err = await baton("generate", os.fsdecode(b"\xff"), "--address", gateway.address)
     assert (code, out, err) == (1, "", "baton: arguments must be UTF-8 text\n")
     assert not gateway.requests
@@ -126,12 +220,15 @@ async def test_status_shows_queues_workers_and_unknown_values(gateway):
     assert "prefill-1" in out
     assert "unknown" in out
     assert "0 of 1000" in out
+    (worker,) = [line for line in out.splitlines() if LONG_ADDRESS in line]  # whole, in one line
+    assert worker.startswith("prefill-1 ")
+    assert worker.rstrip().endswith("ago")
 
 
 async def test_chat_keeps_the_conversation_until_reset(gateway):
     lines = "one\nlong\ntwo\n/help\n/nonsense\n/reset\nthree\n"
     code, out, err = await baton("chat", "--system", "Be brief.", "--address", gateway.address, given=lines.encode())
-    assert (code, err) == (0, "")
+    assert (code, err) == (1, "baton: messages: 9000 tokens, more than 8192\n")
     told = [[turn.content for turn in request.messages] for request in gateway.requests]
     assert told == [
         ["Be brief.", "one"],
@@ -139,7 +236,6 @@ async def test_chat_keeps_the_conversation_until_reset(gateway):
         ["Be brief.", "one", "one", "two"],  # a turn that failed leaves no trace
         ["Be brief.", "three"],
     ]
-    assert "messages: 9000 tokens, more than 8192" in out
     assert "forget the conversation" in out
     assert "no such command: /nonsense" in out
     assert "7 prompt tokens, 1 answer tokens" in out

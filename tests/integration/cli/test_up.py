@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from tests.fixtures.processes import descendants
 
+ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -49,12 +51,13 @@ class Up:
 async def start_up():
     started: list[Up] = []
 
-    async def start(*flags: str, **environment: str) -> Up:
+    async def start(*flags: str, cwd: Path = ROOT, **environment: str) -> Up:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton.cli", "up", *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "BATON_ENGINE__KV_CACHE_BYTES": "16MiB", **environment},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "BATON_ENGINE__KV_CACHE_BYTES": "16MiB", **environment},
+            cwd=cwd,
         )
         started.append(Up(process))
         return started[-1]
@@ -73,9 +76,13 @@ async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_
     up = await start_up("--demo", "--model", str(random_llama(512)), "--port", str(free_port()))
     redis_socket = Path((await up.wait_for("redis", "ready after")).split()[-1])
     await up.wait_for("is served at", "Ctrl-C ends it")
+    phases = re.findall(r"prefill_worker │ start-up: ([\w-]+) \(([\w-]+) took \d+\.\d s\)", "".join(up.lines))
+    expected = ["import", "configure", "allocate", "load", "tokenizer", "warm-up", "done"]
+    assert phases == list(zip(expected[1:], expected[:-1], strict=True))
     processes = descendants(up.process.pid)
-    engines = [pid for pid, command in processes.items() if "engine" in command]
-    assert len(engines) == 2
+    engines = [command for command in processes.values() if "-m baton.engine.child" in command]
+    assert sorted(command.split()[4] for command in engines) == ["decode_worker", "prefill_worker"]
+    assert all(socket.gethostname() in command for command in engines)  # it is in the workers' ids
     # The file through which engines divide the cores stays: it is the host's.
     new_segments = {path for path in set(SHARED_MEMORY.iterdir()) - segments if "cores" not in path.name}
     assert new_segments
@@ -126,12 +133,48 @@ async def test_bad_setting(start_up, random_llama):
     assert "99999" in line
 
 
-async def test_broken_model_folder(start_up, tmp_path):
+@pytest.mark.parametrize("weights", [None, b"\x10\0\0\0\0\0\0\0{"])
+async def test_a_broken_model_folder_is_told_before_anything_starts(start_up, tmp_path, weights):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    if weights is not None:
+        (tmp_path / "model.safetensors").write_bytes(weights)
     up = await start_up("--model", str(tmp_path), "--port", str(free_port()))
     line = await fails(up)
-    assert line.startswith("baton: ")
-    assert str(tmp_path) in line
+    assert line.startswith(f"baton: model.path: {tmp_path}")
+    assert len(up.lines) == 1
+
+
+async def test_a_file_without_a_model_keeps_the_default_one(start_up, tmp_path):
+    file = tmp_path / "baton.yaml"
+    file.write_text("engine: {dtype: float32}\n")
+    up = await start_up("--config", str(file), cwd=tmp_path)
+    assert "model.path: .cache/models/SmolLM2-135M-Instruct is no folder" in await fails(up)
+    file.write_text("model: {path: /nowhere/named}\n")
+    up = await start_up("--config", str(file), cwd=tmp_path)
+    assert "model.path: /nowhere/named is no folder" in await fails(up)
+
+
+@pytest.mark.parametrize(
+    ("command", "imported", "code"),
+    [
+        ("baton.cli", "typer", 130),
+        ("gateway", "uvloop", -signal.SIGINT),
+        ("prefill_worker", "uvloop", -signal.SIGINT),
+        ("decode_worker", "uvloop", -signal.SIGINT),
+    ],
+)
+async def test_ctrl_c_while_libraries_are_imported_leaves_no_traceback(tmp_path, command, imported, code):
+    (tmp_path / f"{imported}.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", command, "up"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )
+    assert await process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert (process.returncode, err) == (code, b"")
 
 
 async def test_no_redis(start_up, random_llama):

@@ -8,6 +8,7 @@ import pytest
 from opentelemetry import trace
 
 from baton.core.settings import TelemetrySettings
+from baton.core.start_up import LOGGER_NAME, StartPhases
 from baton.telemetry.logging import setup_logging
 
 
@@ -17,6 +18,9 @@ def _restore():
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:], root.level = handlers, level
+    start_up = logging.getLogger(LOGGER_NAME)
+    start_up.handlers[:], start_up.propagate = [], True
+    start_up.setLevel(logging.NOTSET)
     for name in ("__main__", "baton", "gateway", "prefill_worker", "decode_worker", "kv_transfer"):
         logging.getLogger(name).setLevel(logging.NOTSET)
 
@@ -72,3 +76,23 @@ def test_a_second_setup_replaces_the_first() -> None:
     logging.getLogger("gateway").info("once")
     assert first.getvalue() == ""
     assert second.getvalue().count("once") == 1
+
+
+def test_the_phases_of_a_start_are_in_the_log_with_their_seconds() -> None:
+    out = io.StringIO()
+    setup_logging(TelemetrySettings(log_format="json"), "gateway", out)
+    phases = StartPhases()
+    phases.begin("load")
+    phases.end()
+    first, last = (json.loads(line) for line in out.getvalue().splitlines())
+    assert first["event"] == "start-up: load"
+    assert (last["phase"], last["event"]) == ("load", "start-up: done (load took 0.0 s)")
+    assert 0 <= last["duration_s"] < 1
+
+
+def test_a_supervisor_gets_the_phases_in_short_lines_whatever_the_level(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    setup_logging(TelemetrySettings(log_level="error", show_start=True), "gateway", out)
+    StartPhases().begin("load")
+    assert capsys.readouterr().out == "start-up: load\n"
+    assert out.getvalue() == ""
