@@ -31,7 +31,7 @@ class WorkerSettings(ComponentSettings):
     server: ServerSettings = ServerSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     engine: EngineSettings = EngineSettings()
-    worker_id: str
+    worker_id: str = Field(default_factory=host_name, pattern=WORKER_ID_PATTERN, description="Unique name")
     max_waiting: int = Field(default=256, ge=1, description="Most requests inside the worker; more are refused")
     heartbeat_s: float = Field(
         default=0.5, ge=0.05, le=1, allow_inf_nan=False, description="Time between heartbeats, seconds"

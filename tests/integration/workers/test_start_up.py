@@ -58,7 +58,7 @@ def test_weights_that_give_no_numbers_do_not_serve(folder: Path) -> None:
 
 
 def test_a_pool_that_the_memory_does_not_have_is_refused_before_anything_is_taken(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")  # no model: whoever loads it is refused
     with pytest.raises(StartupError, match=r"engine\.kv_cache_bytes: .* of KV blocks and .* are more than the"):
         start(folder, kv_cache_bytes=host_memory().usable_bytes)
 
