@@ -20,7 +20,7 @@ from baton.engine.kv_pool import KVPool, torch_dtype
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import build
-from baton.engine.native.chunks import ChunkAttention
+from baton.engine.native.chunks import ChunkKernels
 from baton.engine.precision import resolve_dtype
 from baton.engine.threads import use_threads
 from baton.engine.weights import DecoderWeights, WeightForm
@@ -56,10 +56,10 @@ class ChunkBench:
             raise StartupError("no C compiler: there is no kernel to measure")
         config, dtype = DecoderConfig.from_folder(folder), resolve_dtype("auto", "cpu")
         weights = DecoderWeights.from_folder(folder, config, WeightForm(dtype=torch_dtype(dtype)))
-        attention = ChunkAttention(config, library)
+        kernels = ChunkKernels(config, library)
         pool = KVPool(config.kv_layout(BLOCK_SIZE, dtype), NUM_BLOCKS)
         pool.tensor.normal_()
-        return cls(DecoderModel(config, weights, attention=attention), DecoderModel(config, weights), pool)
+        return cls(DecoderModel(config, weights, kernels=kernels), DecoderModel(config, weights), pool)
 
     def measure(self, num_tokens: int, start: int, rounds: int) -> Figure:
         """One size at one position."""

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from baton.engine.batch import BatchPlan
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
-    from baton.engine.native.chunks import ChunkAttention, ChunkPlan
+    from baton.engine.native.chunks import ChunkKernels, ChunkPlan
     from baton.engine.rank_group import RankGroup
-    from baton.engine.weights import DecoderWeights, LayerWeights
+    from baton.engine.weights import DecoderWeights, LayerWeights, Linear
 
 
 class DecoderModel:
     """A model of the Llama family whose keys and values live in a paged pool.
 
     Every linear layer runs once over all tokens of a step, prefill and decode together. Holds no state of any
-    sequence. Attention is PyTorch's, or `attention` where the caller has that kernel (for pools on a CPU).
+    sequence. PyTorch computes all of it, or on a CPU `kernels` what they are for, where the caller has them.
 
     In a `group` each rank has a model of its own with its part of the weights, and `config`, like the pool, is that
     part's. All ranks make the same calls in the same order and get the same results.
@@ -37,15 +37,17 @@ class DecoderModel:
         weights: DecoderWeights,
         group: RankGroup | None = None,
         *,
-        attention: ChunkAttention | None = None,
+        kernels: ChunkKernels | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self._group = group
-        self._attention = attention
+        self._kernels = kernels
         self._device = weights.embeddings.device
         # Where the weights have to be widened anyway, rounding between the layers would only cost time and accuracy.
         self._dtype = torch.float32 if weights.head.is_emulated else weights.dtype
+        # The kernels multiply in float32; what PyTorch multiplies in a narrower type, it has instructions for.
+        self._products = kernels if self._dtype == torch.float32 else None
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
 
     def forward(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
@@ -72,20 +74,18 @@ class DecoderModel:
             for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
                 if pause is not None and index > 0:
                     pause()
-                normed = self._norm(hidden, layer.input_norm)
-                queries, keys_values = self._project(layer, normed, rotary)
+                queries, keys_values = self._project(layer, hidden, rotary)
                 keys_values = keys_values.to(pool.tensor.dtype)
                 _write(pool, pool_rows, index, keys_values)
                 mixed = attention[window].run(queries, keys_values, pool, index)
-                hidden = hidden + self._sum(layer.output(mixed))
-                hidden = hidden + self._sum(self._mlp(layer, self._norm(hidden, layer.mlp_norm)))
+                hidden += self._sum(self._linear(layer.output, mixed))
+                hidden += self._sum(self._mlp(layer, hidden))
             return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [rows, vocab_size] for rows of `hidden`."""
         with torch.inference_mode():
-            normed = self._norm(hidden, self.weights.final_norm)
-            logits = self.weights.head(normed).to(torch.float32)
+            logits = self._after_norm(self.weights.head, hidden, self.weights.final_norm).to(torch.float32)
             return logits if self._group is None else self._group.side_by_side(logits, self.config.vocab_size)
 
     def sampled_logits(self, hidden: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
@@ -115,8 +115,8 @@ class DecoderModel:
         return x if self._group is None else self._group.sum(x)
 
     def _attention_plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> AttentionPlan | ChunkPlan:
-        if self._attention is not None:
-            return self._attention.plan(plan, pool, window)
+        if self._kernels is not None:
+            return self._kernels.plan(plan, pool, window)
         dtype = attention_dtype(self._dtype, self._device)
         return AttentionPlan.build(plan, pool, window=window, dtype=dtype)
 
@@ -136,7 +136,9 @@ class DecoderModel:
         """Rotated queries [tokens, KV heads, queries each, head_dim]; keys, values [tokens, 2, KV heads, head_dim]."""
         config = self.config
         num_tokens, num_rotated = x.shape[0], config.num_heads + config.num_kv_heads
-        heads = layer.qkv(x).view(num_tokens, num_rotated + config.num_kv_heads, config.head_dim)
+        heads = self._after_norm(layer.qkv, x, layer.input_norm).view(
+            num_tokens, num_rotated + config.num_kv_heads, config.head_dim
+        )
         if layer.query_norm is not None and layer.key_norm is not None:
             heads[:, : config.num_heads] = self._norm(heads[:, : config.num_heads], layer.query_norm)
             heads[:, config.num_heads : num_rotated] = self._norm(
@@ -150,8 +152,21 @@ class DecoderModel:
         return queries, keys_values
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
+        gate_up = self._after_norm(layer.gate_up, x, layer.mlp_norm)
+        if self._products is not None:
+            return self._products.after_gate(layer.down, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
         return layer.down(silu(gate) * up)
+
+    def _linear(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        if self._products is not None:
+            return self._products.linear(linear, x)
+        return linear(x)
+
+    def _after_norm(self, linear: Linear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._products is not None:
+            return self._products.after_norm(linear, x, weight)
+        return linear(self._norm(x, weight))
 
 
 def _flat_positions(plan: BatchPlan, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,8 @@ _SAMPLING_BYTES = 44
 _SCORING_BYTES = 12
 # Two slabs of weights that the device cannot multiply, widened: one in use, one just made.
 _WIDENED_BYTES = 8 << 20
+# Rows that the prefill kernels pack at a time.
+_PACKED_ROWS = 384
 # The decode kernels keep a partial result for each so many keys of a row, and room for a quarter more.
 _SPAN_KEYS, _SPAN_SLACK = 128, 1.25
 # PyTorch's attention pads each one-token row to at most twice its keys.
@@ -78,8 +80,8 @@ def weight_bytes(config: DecoderConfig, *, element_bytes: int, quantization: str
 class StepShape:
     """The largest step of a worker: its tokens, the rows that are sampled, those scored at a time, the keys it sees.
 
-    `is_decode`: one token a sequence. `by_kernels`: the project's own CPU kernels compute such rows, and what others
-    attend to. `is_quantized`: the weights are.
+    `is_decode`: one token a sequence. `by_kernels`: the project's own CPU kernels compute it.
+    `is_quantized`: the weights are.
     """
 
     num_tokens: int
@@ -121,7 +123,7 @@ def step_bytes(config: DecoderConfig, layout: KVLayout, step: StepShape, *, on_c
     """Upper bounds of what a step allocates besides weights and cache."""
     logits = max(step.num_sampled * _SAMPLING_BYTES, step.num_scored * _SCORING_BYTES) * config.vocab_size
     if step.is_decode and step.by_kernels:
-        rows = step.num_tokens * _row_values(config) * _FLOAT32_BYTES
+        rows = step.num_tokens * _row_values(config, by_kernels=step.by_kernels) * _FLOAT32_BYTES
         spans = config.num_heads * (config.head_dim + 2) * _FLOAT32_BYTES * _SPAN_SLACK / _SPAN_KEYS
         # They keep their room between steps.
         return StepBytes(layers=rows + logits, each_key=spans, most_keys=step.num_keys, choosing=0)
@@ -132,17 +134,22 @@ def step_bytes(config: DecoderConfig, layout: KVLayout, step: StepShape, *, on_c
     gathered = 2 * config.num_kv_heads * config.head_dim * (layout.element_bytes + (element if is_widened else 0))
     masks = step.num_tokens * (element * len(set(config.sliding_windows)) + 2)
     of_chunks = 0 if step.by_kernels else gathered + masks
+    scratch = _WIDENED_BYTES if is_widened or step.is_quantized else 0
+    if step.by_kernels:
+        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        scratch = min(step.num_tokens, _PACKED_ROWS) * widest * _FLOAT32_BYTES
     return StepBytes(
-        layers=step.num_tokens * _row_values(config) * element
-        + (_WIDENED_BYTES if is_widened or step.is_quantized else 0),
+        layers=step.num_tokens * _row_values(config, by_kernels=step.by_kernels) * element + scratch,
         each_key=_PADDING * (gathered + element) if step.is_decode else of_chunks,
         most_keys=step.num_keys,
         choosing=step.num_tokens * config.hidden_size * element + logits,
     )
 
 
-def _row_values(config: DecoderConfig) -> int:
+def _row_values(config: DecoderConfig, *, by_kernels: bool) -> int:
     """Values of one token that are alive at once: in the MLP, or in attention, with what stays from before."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kept = 4 * config.hidden_size + (queries + 2 * keys) + 2 * keys + queries + 2 * config.head_dim
-    return kept + max(4 * config.intermediate_size, 3 * queries + 2 * keys)
+    # PyTorch makes silu(gate) and its product with up beside the two.
+    mlp = (2 if by_kernels else 4) * config.intermediate_size
+    return kept + max(mlp, 3 * queries + 2 * keys)

@@ -16,7 +16,7 @@ from baton.engine.memory_plan import SCORED_ROWS
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import build
-from baton.engine.native.chunks import ChunkAttention
+from baton.engine.native.chunks import ChunkKernels
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.out_of_memory import is_out_of_memory
 from baton.engine.sampler import sample
@@ -70,8 +70,8 @@ class TorchExecutor:
     ) -> TorchExecutor:
         """Loads the model in `path`, in the dtype and on the device of `pool`, made with this model's layout.
 
-        In a `group` that is the layout of this rank's part, and only that part is loaded; linear layers run on PyTorch
-        alone. Blocks for the load, and for seconds where the kernels are compiled. Raises StartupError.
+        In a `group` that is the layout of this rank's part, and only that part is loaded; single tokens run with the
+        others. Blocks for the load, and for seconds where the kernels are compiled. Raises StartupError.
         """
         whole = DecoderConfig.from_folder(path)
         shard = WHOLE if group is None else group.shard
@@ -86,7 +86,7 @@ class TorchExecutor:
         library = build() if pool.device.type == "cpu" else None
         if library is None:
             return cls(DecoderModel(config, weights, group), pool, cores=cores)
-        model = DecoderModel(config, weights, group, attention=ChunkAttention(config, library))
+        model = DecoderModel(config, weights, group, kernels=ChunkKernels(config, library))
         if group is not None:
             return cls(model, pool, cores=cores)
         decoder = NativeDecoder(model, pool, library=library, num_threads=torch.get_num_threads())

@@ -1,19 +1,21 @@
-/* Attention of chunks: several positions of a sequence at once over its paged cache.
+/* What prefill steps compute: products of many rows (products.h), and attention of several positions of a sequence at
+ * once over its paged cache.
  *
- * Work is cut into tiles: some positions of a chunk, with all the query heads that share a KV head, so each key and
+ * Attention: work is cut into tiles: some positions of a chunk, with all the query heads that share a KV head, so each key and
  * value is widened once for all of them. A tile goes over its keys KEYS at a time and keeps for each row the
  * largest score so far, the sum of weights and the mixed values (online softmax; Milakov and Gimelshein, 2018).
  * Groups of keys begin at multiples of KEYS and hidden keys have weight 0, so a row's bits depend neither on the
  * tile that it is in nor on the number of threads.
  */
 #include "panels.h"
+#include "products.h"
 #include "threads.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define KEYS 128     /* a multiple of every BLOCK */
-#define TILE_ROWS 192 /* at least one position's query heads, rounded up to whole strips */
+#define KEYS 128       /* a multiple of every BLOCK */
+#define QUERY_ROWS 192 /* at least one position's query heads, rounded up to whole strips */
 
-/* The two structures below are mirrored by baton.engine.native.chunks. */
+/* The structures below are mirrored by baton.engine.native.chunks. */
 struct chunk {
     const int32_t *table; /* the sequence's blocks from its first position on */
     int64_t first_row, tokens, start;
@@ -39,7 +41,6 @@ struct scratch {
     float *keys;    /* [panel of keys][depth][BLOCK] */
     float *values;  /* [panel of depth][KEYS][BLOCK] */
     float *scores;  /* [STRIP][KEYS] */
-    float *turned;  /* [4][depth] */
 };
 
 struct chunks {
@@ -50,6 +51,7 @@ struct chunks {
     size_t scratch_floats;
     float *scratch;
     _Atomic int next_scratch;
+    struct products products;
 };
 
 /* What a tile sees of a sequence. */
@@ -61,14 +63,14 @@ struct tile {
 static size_t strips_of(size_t rows) { return (rows + STRIP - 1) / STRIP; }
 static size_t tokens_of_tile(const struct attention *a) {
     size_t shared = (size_t)a->shared;
-    return shared < TILE_ROWS ? TILE_ROWS / shared : 1;
+    return shared < QUERY_ROWS ? QUERY_ROWS / shared : 1;
 }
 
 static struct scratch scratch_at(const struct chunks *c, float *at) {
     struct scratch s;
-    float **all[] = {&s.queries, &s.mixed, &s.keys, &s.values, &s.scores, &s.turned, &s.largest, &s.total, &s.scale};
+    float **all[] = {&s.queries, &s.mixed, &s.keys, &s.values, &s.scores, &s.largest, &s.total, &s.scale};
     size_t floats[] = {c->rows * c->depth, c->rows * c->depth, KEYS * c->depth, KEYS * c->depth, STRIP * KEYS,
-                       4 * c->depth,       c->rows,            c->rows,         STRIP};
+                       c->rows,            c->rows,            STRIP};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         *all[i] = at;
         at += padded(floats[i]);
@@ -85,7 +87,7 @@ static void take_queries(const struct chunks *c, struct tile tile, struct scratc
         size_t token = (size_t)tile.chunk->first_row + tile.first + row / shared;
         const float *from = a->queries + token * (size_t)a->query_stride + (tile.kv * shared + row % shared) * dim;
         float *to = s.queries + row / STRIP * STRIP * c->depth + row % STRIP;
-        for (size_t i = 0; i < dim; i++) to[place((int)a->cache_type, i) * STRIP] = from[i] * scale;
+        for (size_t i = 0; i < dim; i++) to[i * STRIP] = from[i] * scale;
     }
     memset(s.mixed, 0, c->rows * c->depth * sizeof(float));
     for (size_t row = 0; row < c->rows; row++) s.largest[row] = -INFINITY, s.total[row] = 0.0f;
@@ -103,25 +105,26 @@ INLINE void take_keys(int type, const struct chunks *c, struct tile tile, size_t
                       struct scratch s) {
     const struct attention *a = c->attention;
     size_t dim = (size_t)a->head_dim, depth = c->depth;
-    for (size_t four = from / 4 * 4; four < to; four += 4) {
-        for (size_t i = 0; i < 4; i++) {
-            if (four + i < from || four + i >= to) continue; /* whatever stands there is not looked at */
-            const char *at = position_at(a, tile, four + i);
-            widen_row(type, at, dim, s.turned + i * depth);
-            float *value = s.values + (four + i - group) * BLOCK;
-            vf first, second;
+    const char *rows[SIDE];
+    for (size_t first = from / SIDE * SIDE; first < to; first += SIDE) {
+        for (size_t i = 0; i < SIDE; i++) { /* around them any will do: nobody looks at the scores */
+            size_t position = first + i < from ? from : first + i < to ? first + i : to - 1;
+            rows[i] = position_at(a, tile, position);
+            if (position != first + i) continue;
+            float *value = s.values + (position - group) * BLOCK;
+            vf low, high;
             for (size_t d = 0; d < depth; d += BLOCK, value += KEYS * BLOCK) {
-                const char *part = at + a->half_bytes + d * element_bytes(type);
+                const char *part = rows[i] + a->half_bytes + d * element_bytes(type);
                 if (d + BLOCK <= dim)
-                    widen(type, part, &first, &second);
+                    widen(type, part, &low, &high);
                 else
-                    widen_rest(type, part, dim - d, &first, &second);
-                store(value, first);
-                store(value + LANES, second);
+                    widen_rest(type, part, dim - d, &low, &high);
+                store(value, low);
+                store(value + LANES, high);
             }
         }
-        size_t column = four - group;
-        turn_four(s.turned, depth, depth, s.keys + column / BLOCK * BLOCK * depth + column % BLOCK);
+        size_t column = first - group;
+        turn_rows(type, rows, dim, s.keys + column / BLOCK * BLOCK * depth + column % BLOCK);
     }
 }
 
@@ -228,23 +231,27 @@ static void attention_work(void *argument) {
     }
 }
 
-/* Scratch and a team for `threads` threads; 0 without memory, and then the next call tries again. */
+/* A team of `threads` threads and what each needs; 0 without memory, and then the next call tries again. */
 static int use_threads(struct chunks *c, int threads) {
     if (c->threads == threads) return 1;
     if (c->threads) team_end(&c->team);
-    free(c->scratch);
     c->threads = 0;
+    free(c->scratch);
+    free(c->products.panels);
     size_t bytes = (size_t)threads * c->scratch_floats * sizeof(float);
     c->scratch = aligned_alloc(64, bytes);
-    if (!c->scratch) return 0;
+    c->products.panels = aligned_alloc(64, (size_t)threads * PANEL_FLOATS * sizeof(float));
+    if (!c->scratch || !c->products.panels) return 0;
     memset(c->scratch, 0, bytes);
     team_start(&c->team, threads);
     c->threads = threads;
     return 1;
 }
 
-/* Attends from all chunks in one layer on `threads` threads, the caller's included. Blocks. Keeps nothing of them. The
- * pool holds the chunks' own keys already. Returns 0 without memory, with nothing done. */
+/* Both compute on `threads` threads, the caller's included, and block. They keep nothing of what they are given, and
+ * return 0 without memory, with nothing done. */
+
+/* Attends from all chunks in one layer. The pool holds the chunks' own keys already. */
 EXPORT int baton_attend(struct chunks *c, const struct attention *attention, int threads) {
     if (!use_threads(c, threads)) return 0;
     c->attention = attention;
@@ -253,19 +260,28 @@ EXPORT int baton_attend(struct chunks *c, const struct attention *attention, int
     return 1;
 }
 
+EXPORT int baton_multiply(struct chunks *c, const struct product *product, int threads) {
+    if (!use_threads(c, threads) || !room_for_rows(&c->products, product)) return 0;
+    multiply_rows(&c->products, product);
+    return 1;
+}
+
 EXPORT void baton_chunks_destroy(struct chunks *c) {
     if (c->threads) team_end(&c->team);
     free(c->scratch);
+    free(c->products.panels);
+    free(c->products.packed);
     free(c);
 }
 
-/* Attention for heads of `head_dim`, of which `shared` query heads share a KV head. NULL without memory. */
+/* For heads of `head_dim`, of which `shared` query heads share a KV head. NULL without memory. */
 EXPORT struct chunks *baton_chunks_create(int64_t head_dim, int64_t shared) {
     struct chunks *c = calloc(1, sizeof *c);
     if (!c) return NULL;
+    c->products.team = &c->team;
     c->depth = padded((size_t)head_dim);
-    c->rows = strips_of((size_t)(shared > TILE_ROWS ? shared : TILE_ROWS)) * STRIP;
-    c->scratch_floats = 2 * (c->rows + KEYS) * c->depth + STRIP * KEYS + 4 * c->depth + 2 * c->rows;
-    c->scratch_floats = (c->scratch_floats + 9 * BLOCK + 15) / 16 * 16; /* whole cache lines */
+    c->rows = strips_of((size_t)(shared > QUERY_ROWS ? shared : QUERY_ROWS)) * STRIP;
+    c->scratch_floats = 2 * (c->rows + KEYS) * c->depth + STRIP * KEYS + 2 * c->rows;
+    c->scratch_floats = (c->scratch_floats + 8 * BLOCK + 15) / 16 * 16; /* whole cache lines */
     return c;
 }

@@ -17,7 +17,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import build, compiler
-from baton.engine.native.chunks import ChunkAttention
+from baton.engine.native.chunks import ChunkKernels
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.sharding import Shard
 from baton.engine.torch_executor import TorchExecutor
@@ -112,7 +112,7 @@ def expected(
 
 
 def computed(
-    kernel: ChunkAttention,
+    kernel: ChunkKernels,
     plan: BatchPlan,
     config: DecoderConfig,
     pool: KVPool,
@@ -136,7 +136,7 @@ def test_attention_equals_that_of_torch(
     config = heads(config, *shape)
     pool = noisy_pool(config, 120, dtype=dtype)
     plan = chunks(pool, *SPANS)
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     for layer in range(NUM_LAYERS):
         torch.testing.assert_close(
             computed(kernel, plan, config, pool, window=window, layer=layer),
@@ -155,7 +155,7 @@ def test_so_does_that_of_the_smallest_instruction_set(config: DecoderConfig, dty
     config = heads(config, 6, 2, 20)
     pool = noisy_pool(config, 120, dtype=dtype)
     plan = chunks(pool, *SPANS)
-    kernel = ChunkAttention(config, library)
+    kernel = ChunkKernels(config, library)
     for window in (None, 60):
         mixed = computed(kernel, plan, config, pool, window=window)
         torch.testing.assert_close(mixed, expected(plan, config, pool, window=window), rtol=0.0, atol=3e-6)
@@ -166,7 +166,7 @@ def test_any_block_size_will_do(config: DecoderConfig, native_library: Path, blo
     config = heads(config, 6, 2, 16)
     pool = noisy_pool(config, 1600 // block_size, block_size=block_size)
     plan = chunks(pool, (0, 150), (131, 60))
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     mixed = computed(kernel, plan, config, pool)
     torch.testing.assert_close(mixed, expected(plan, config, pool), rtol=0.0, atol=3e-6)
 
@@ -175,7 +175,7 @@ def test_more_query_heads_than_a_tile_has_rows_share_a_kv_head(config: DecoderCo
     config = heads(config, 200, 1, 8)
     pool = noisy_pool(config, 20)
     plan = chunks(pool, (130, 5))
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     mixed = computed(kernel, plan, config, pool)
     torch.testing.assert_close(mixed, expected(plan, config, pool), rtol=0.0, atol=3e-6)
 
@@ -185,7 +185,7 @@ def test_long_contexts_lose_no_accuracy(config: DecoderConfig, native_library: P
     config = heads(config, 3, 1, 64)
     pool = noisy_pool(config, 2100, dtype=dtype)
     plan = chunks(pool, (32_700, 70))
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     piece = plan.slices[0]
     kept = pool.tensor[list(piece.block_table), 1].double()
     keys, values = kept.transpose(0, 1).flatten(1, 2)[:, : piece.end_position, 0]
@@ -203,7 +203,7 @@ def test_a_row_has_the_same_bits_in_any_chunk_and_step_on_any_number_of_threads(
     config = heads(config, 9, 3, 64)
     pool = noisy_pool(config, 120, dtype="bfloat16")
     plan = chunks(pool, *SPANS)
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     whole = computed(kernel, plan, config, pool, window=window)
     queries = queries_of(plan, config)
     for num_threads in (1, 5, 2):
@@ -227,7 +227,7 @@ def test_only_keys_that_are_seen_are_touched(config: DecoderConfig, native_libra
     config = heads(config, 4, 2, 16)
     pool = noisy_pool(config, 40)
     plan = chunks(pool, (70, 9))
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     before = computed(kernel, plan, config, pool, window=window)
     first = 0 if window is None else 70 - window + 1
     seen = torch.zeros(40, 16, dtype=torch.bool)
@@ -241,7 +241,7 @@ def test_a_rank_reads_its_own_heads(config: DecoderConfig, native_library: Path)
     config = heads(config, 9, 3, 16)
     pool = noisy_pool(config, 120)
     plan = chunks(pool, *SPANS)
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     queries = queries_of(plan, config)
     whole = computed(kernel, plan, config, pool).unflatten(1, (3, -1))
     for rank, first, end in ((0, 0, 1), (1, 1, 3)):
@@ -255,7 +255,7 @@ def test_numbers_that_are_none_are_passed_on(config: DecoderConfig, native_libra
     pool = noisy_pool(config, 40)
     plan = chunks(pool, (0, 9))
     pool.tensor[plan.slices[0].block_table[0], 1, :, 3] = torch.nan
-    mixed = computed(ChunkAttention(config, native_library), plan, config, pool)
+    mixed = computed(ChunkKernels(config, native_library), plan, config, pool)
     assert mixed[:3].isfinite().all()
     assert mixed[3:].isnan().all()
 
@@ -264,7 +264,7 @@ def test_plans_are_run_in_turn(config: DecoderConfig, native_library: Path) -> N
     """As when a short prompt is computed between two layers of a long one."""
     config = heads(config, 6, 2, 16)
     pool = noisy_pool(config, 120)
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     long, short = chunks(pool, (60, 130)), chunks(pool, (0, 30))
     plans = [kernel.plan(each, pool, None) for each in (long, short)]
     for layer in (0, 1):
@@ -278,11 +278,11 @@ def test_a_step_of_every_family_equals_that_of_torch(name: str, native_library: 
     families.save_model(name, tmp_path)
     config = DecoderConfig.from_folder(tmp_path)
     weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
-    kernel = ChunkAttention(config, native_library)
+    kernel = ChunkKernels(config, native_library)
     pools = [noisy_pool(config, 400, block_size=4) for _ in range(2)]
     plan = chunks(pools[0], *SPANS[:4])
     expected_hidden = DecoderModel(config, weights).hidden(plan, pools[0])
-    hidden = DecoderModel(config, weights, attention=kernel).hidden(plan, pools[1])
+    hidden = DecoderModel(config, weights, kernels=kernel).hidden(plan, pools[1])
     torch.testing.assert_close(hidden, expected_hidden, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-4)
 
@@ -292,7 +292,7 @@ def test_chunks_and_single_tokens_give_the_tokens_of_generate(native_library: Pa
     config = DecoderConfig.from_folder(tmp_path)
     weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
     pool = noisy_pool(config, 400, block_size=4)
-    model = DecoderModel(config, weights, attention=ChunkAttention(config, native_library))
+    model = DecoderModel(config, weights, kernels=ChunkKernels(config, native_library))
     executor = TorchExecutor(model, pool, NativeDecoder(model, pool, library=native_library, num_threads=2))
     prompts = [random.Random(length).choices(range(families.SMALL["vocab_size"]), k=length) for length in (23, 150)]
     sequences = [Sequence(str(i), prompt, list(range(50 * i, 50 * i + 50))) for i, prompt in enumerate(prompts)]
@@ -308,8 +308,8 @@ def test_a_real_model_has_the_logits_of_torch(model_folder: Path, native_library
     config = DecoderConfig.from_folder(model_folder)
     weights = DecoderWeights.from_folder(model_folder, config, WeightForm(dtype=torch.bfloat16))
     pools = [KVPool(config.kv_layout(16, "bfloat16"), 20) for _ in range(2)]
-    kernel = ChunkAttention(config, native_library)
-    models = [DecoderModel(config, weights), DecoderModel(config, weights, attention=kernel)]
+    kernel = ChunkKernels(config, native_library)
+    models = [DecoderModel(config, weights), DecoderModel(config, weights, kernels=kernel)]
     tokens = random.Random(6).choices(range(config.vocab_size), k=60)
     for start, end in ((0, 40), (40, 60)):
         piece = dataclasses.replace(

@@ -177,6 +177,11 @@ def piece(name: str, num_tokens: int, start: int, first_block: int = 0) -> Seque
     )
 
 
+def without_kernels(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor._model, "_kernels", None)
+    monkeypatch.setattr(executor._model, "_products", None)
+
+
 def assert_near(executor: TorchExecutor, shape: StepShape, *slices: SequenceSlice) -> None:
     computed = step_bytes(executor._model.config, executor.layout, shape, on_cpu=True).with_cache(shape.num_keys)
     assert LEAST_SHARE * computed <= measured_bytes(executor, *slices) <= computed
@@ -188,7 +193,7 @@ def assert_near(executor: TorchExecutor, shape: StepShape, *slices: SequenceSlic
 @pytest.mark.parametrize("by_kernels", [True, False], ids=["kernels", "torch"])
 def test_a_prefill_step_takes_what_is_computed(executor, num_tokens, start, num_scored, by_kernels, monkeypatch):
     if not by_kernels:
-        monkeypatch.setattr(executor._model, "_attention", None)
+        without_kernels(executor, monkeypatch)
     elif compiler() is None:
         pytest.skip("no C compiler")
     shape = StepShape(
@@ -206,6 +211,6 @@ def test_a_prefill_step_takes_what_is_computed(executor, num_tokens, start, num_
 
 
 def test_a_decode_step_takes_what_is_computed(executor, monkeypatch):
-    monkeypatch.setattr(executor._model, "_attention", None)
+    without_kernels(executor, monkeypatch)
     shape = StepShape(num_tokens=8, num_sampled=8, num_scored=0, num_keys=8 * 301, is_decode=True, by_kernels=False)
     assert_near(executor, shape, *(piece(f"a{index}", 1, 300, index * 20) for index in range(8)))

@@ -1,0 +1,198 @@
+/* Products of weights, row-major [out, in] as PyTorch keeps them, with the many rows of a prefill step.
+ *
+ * Weights are widened and turned into panels, a few at a time, which stay in the cache while all rows are multiplied.
+ * Rows are packed into strips first; what the layer does to its input (norm, or silu of the gate times up) is done
+ * on the way. Each output is one sum in the order of the packed depth, whatever else is in the step.
+ */
+#ifndef BATON_PRODUCTS_H
+#define BATON_PRODUCTS_H
+
+#include "linear.h"
+#include "panels.h"
+#include "threads.h"
+
+#define GROUP_PANELS 6 /* panels of weights that one thread has at a time */
+#define DEPTH 320      /* of them at a time: a panel's part stays in the first-level cache. A multiple of every BLOCK
+                        * and of GROUP */
+#define MOST_ROWS 384  /* packed at a time: a multiple of every STRIP */
+
+enum { PLAIN = 0, NORMED = 1, GATED = 2 };
+
+/* Mirrored by baton.engine.native.chunks. */
+struct product {
+    int64_t type, out, in;
+    const void *weight;
+    const uint16_t *scale; /* as in struct linear */
+    const float *bias;     /* or NULL */
+    int64_t rows;
+    const float *x; /* rows `x_stride` apart: `in` values, or for GATED the gate's and then the up's */
+    int64_t x_stride;
+    int64_t input;
+    const float *norm; /* for NORMED: [in] */
+    double epsilon;
+    float *y; /* [rows][out] */
+};
+
+struct products {
+    struct team *team;
+    const struct product *product;
+    size_t first, rows; /* of the rows that are packed */
+    float *packed;      /* [strip][padded in][STRIP] */
+    size_t packed_floats;
+    float *panels; /* a thread's own [GROUP_PANELS][DEPTH][BLOCK] */
+    _Atomic int next_panels;
+};
+
+#define PANEL_FLOATS (GROUP_PANELS * DEPTH * BLOCK)
+
+/* One row as the weights are multiplied with it, in plain order: [padded in], of which the end is left. */
+static void take_row(const struct product *p, const float *x, float *to) {
+    size_t in = (size_t)p->in, whole = in / LANES * LANES;
+    if (p->input == PLAIN) {
+        memcpy(to, x, in * sizeof *to);
+    } else if (p->input == NORMED) {
+        vf squares = splat(0.0f);
+        for (size_t i = 0; i < whole; i += LANES) squares = fused(load(x + i), load(x + i), squares);
+        float sum = sum_lanes(squares);
+        for (size_t i = whole; i < in; i++) sum += x[i] * x[i];
+        float scale = 1.0f / sqrtf(sum / (float)in + (float)p->epsilon);
+        for (size_t i = 0; i < in; i++) to[i] = x[i] * scale * p->norm[i];
+    } else {
+        for (size_t i = 0; i < whole; i += LANES) {
+            vf gate = load(x + i);
+            store(to + i, gate / (1.0f + exponential(-gate)) * load(x + in + i));
+        }
+        for (size_t i = whole; i < in; i++) {
+            vf gate = splat(x[i]);
+            to[i] = (gate / (1.0f + exponential(-gate)))[0] * x[in + i];
+        }
+    }
+}
+
+static void pack_strip(const struct products *s, size_t strip, float *row) {
+    const struct product *p = s->product;
+    size_t in = (size_t)p->in, depth = padded(in);
+    float *to = s->packed + strip * depth * STRIP;
+    memset(to + (depth - BLOCK) * STRIP, 0, BLOCK * STRIP * sizeof *to);
+    for (size_t r = 0; r < STRIP; r++) {
+        size_t at = strip * STRIP + r;
+        if (at >= s->rows) {
+            for (size_t i = 0; i < depth; i++) to[i * STRIP + r] = 0.0f;
+            continue;
+        }
+        take_row(p, p->x + (s->first + at) * (size_t)p->x_stride, row);
+        for (size_t i = 0; i < in; i++) to[i * STRIP + r] = row[i];
+    }
+}
+
+/* Outputs from `out` on, elements `from` up to `to` of their weights, as panels of depth to - from, padded. */
+INLINE void take_weights(int type, const struct product *p, size_t out, size_t panels, size_t from, size_t to,
+                         float *panel) {
+    size_t in = (size_t)p->in, bytes = element_bytes(type), depth = padded(to - from), last = (size_t)p->out - 1;
+    const char *rows[SIDE];
+    for (size_t column = 0; column < panels * BLOCK && out + column <= last; column += SIDE) {
+        for (size_t i = 0; i < SIDE; i++) { /* beyond the last any will do */
+            size_t row = out + column + i < last ? out + column + i : last;
+            rows[i] = (const char *)p->weight + (row * in + from) * bytes;
+        }
+        turn_rows(type, rows, to - from, panel + column / BLOCK * BLOCK * depth + column % BLOCK);
+    }
+}
+
+/* The same of int8 weights, whose elements `from` is a multiple of GROUP. */
+static void take_int8(const struct product *p, size_t out, size_t panels, size_t from, size_t to, float *panel) {
+    size_t in = grouped((size_t)p->in), depth = padded(to - from), last = (size_t)p->out - 1;
+    float wide[SIDE][DEPTH];
+    const char *rows[SIDE];
+    for (size_t column = 0; column < panels * BLOCK && out + column <= last; column += SIDE) {
+        for (size_t i = 0; i < SIDE; i++) {
+            size_t row = out + column + i < last ? out + column + i : last;
+            const int8_t *values = (const int8_t *)p->weight + row * in + from;
+            const uint16_t *scales = p->scale + (row * in + from) / GROUP;
+            for (size_t group = 0; group < to - from; group += GROUP) { /* there are zeros beyond `to` */
+                float scale = from_bfloat16(scales[group / GROUP]);
+                for (size_t k = group; k < group + GROUP; k++) wide[i][k] = (float)values[k] * scale;
+            }
+            rows[i] = (const char *)wide[i];
+        }
+        turn_rows(FLOAT32, rows, depth, panel + column / BLOCK * BLOCK * depth + column % BLOCK);
+    }
+}
+
+/* One tile: a strip times a panel. Those at the edges go through a tile of their own. */
+static void multiply_tile(const struct product *p, size_t depth, const float *rows, const float *panel, size_t row,
+                          size_t row_end, size_t out, int first) {
+    size_t stride = (size_t)p->out, columns = stride - out < BLOCK ? stride - out : BLOCK, count = row_end - row;
+    float *y = p->y + row * stride + out, ones[STRIP], edge[STRIP * BLOCK];
+    for (size_t r = 0; r < STRIP; r++) ones[r] = 1.0f;
+    int is_whole = columns == BLOCK && count >= STRIP, keeps = !first || p->bias;
+    count = count < STRIP ? count : STRIP;
+    if (first && p->bias)
+        for (size_t r = 0; r < count; r++) memcpy(y + r * stride, p->bias + out, columns * sizeof *y);
+    if (is_whole) {
+        multiply_panel(depth, rows, 1, STRIP, panel, y, stride, keeps ? ones : NULL);
+        return;
+    }
+    memset(edge, 0, sizeof edge);
+    if (keeps)
+        for (size_t r = 0; r < count; r++) memcpy(edge + r * BLOCK, y + r * stride, columns * sizeof *y);
+    multiply_panel(depth, rows, 1, STRIP, panel, edge, BLOCK, keeps ? ones : NULL);
+    for (size_t r = 0; r < count; r++) memcpy(y + r * stride, edge + r * BLOCK, columns * sizeof *y);
+}
+
+static void multiply_group(const struct products *s, size_t out, float *panels) {
+    const struct product *p = s->product;
+    size_t in = (size_t)p->in, whole = padded(in), left = (size_t)p->out - out, strips = (s->rows + STRIP - 1) / STRIP;
+    size_t count = left < GROUP_PANELS * BLOCK ? (left + BLOCK - 1) / BLOCK : GROUP_PANELS;
+    for (size_t from = 0; from < in; from += DEPTH) {
+        size_t to = in - from < DEPTH ? in : from + DEPTH, depth = padded(to - from);
+        if (p->type == FLOAT32)
+            take_weights(FLOAT32, p, out, count, from, to, panels);
+        else if (p->type == BFLOAT16)
+            take_weights(BFLOAT16, p, out, count, from, to, panels);
+        else if (p->type == INT8)
+            take_int8(p, out, count, from, to, panels);
+        else
+            take_weights(FLOAT16, p, out, count, from, to, panels);
+        for (size_t strip = 0; strip < strips; strip++)
+            for (size_t panel = 0; panel < count; panel++)
+                multiply_tile(p, depth, s->packed + (strip * whole + from) * STRIP, panels + panel * depth * BLOCK,
+                              s->first + strip * STRIP, s->first + s->rows, out + panel * BLOCK, from == 0);
+    }
+}
+
+static void product_work(void *argument) {
+    struct products *s = argument;
+    const struct product *p = s->product;
+    float *panels = s->panels + (size_t)atomic_fetch_add(&s->next_panels, 1) * PANEL_FLOATS;
+    int64_t strips = (int64_t)((s->rows + STRIP - 1) / STRIP), width = GROUP_PANELS * BLOCK;
+    float row[padded((size_t)p->in)];
+    for (int64_t i; (i = team_take(s->team, strips)) >= 0;) pack_strip(s, (size_t)i, row);
+    team_wait(s->team);
+    for (int64_t i; (i = team_take(s->team, (p->out + width - 1) / width)) >= 0;)
+        multiply_group(s, (size_t)(i * width), panels);
+}
+
+/* Room to pack the rows of such a product; 0 without memory. */
+static int room_for_rows(struct products *s, const struct product *p) {
+    size_t rows = (size_t)(p->rows < MOST_ROWS ? p->rows : MOST_ROWS);
+    size_t floats = (rows + STRIP - 1) / STRIP * STRIP * padded((size_t)p->in);
+    if (floats <= s->packed_floats) return 1;
+    free(s->packed);
+    s->packed = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+    s->packed_floats = s->packed ? floats : 0;
+    return s->packed != NULL;
+}
+
+/* The team and its panels are there. */
+static void multiply_rows(struct products *s, const struct product *product) {
+    s->product = product;
+    for (s->first = 0; s->first < (size_t)product->rows; s->first += s->rows) {
+        s->rows = (size_t)product->rows - s->first;
+        if (s->rows > MOST_ROWS) s->rows = MOST_ROWS;
+        atomic_store(&s->next_panels, 0);
+        team_run(s->team, product_work, s);
+    }
+}
+
+#endif

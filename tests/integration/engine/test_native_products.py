@@ -1,0 +1,125 @@
+"""The kernel for linear layers of prefill steps computes what PyTorch computes, in every type and shape."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+from baton.engine.int8_weight import Int8Weight
+from baton.engine.model_config import DecoderConfig
+from baton.engine.native.build import build, compiler
+from baton.engine.native.chunks import ChunkKernels
+from baton.engine.weights import Linear, rows_of
+from tests.integration.engine import families
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+# Outputs and inputs around vectors, panels (of 8, 16 or 32) and depths (of 320).
+SHAPES = ((1, 1), (7, 33), (16, 320), (97, 319), (211, 48), (130, 700))
+ROWS = (1, 2, 5, 6, 7, 13, 48)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
+    path = tmp_path_factory.mktemp("llama")
+    families.save_model("llama", path)
+    return DecoderConfig.from_folder(path)
+
+
+@pytest.fixture(scope="module")
+def kernels(config: DecoderConfig) -> ChunkKernels:
+    library = build()
+    assert library is not None
+    return ChunkKernels(config, library)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def random_linear(out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool = True) -> Linear:
+    generator = torch.Generator().manual_seed(out_features + in_features)
+    matrix = torch.randn(out_features, in_features, generator=generator)
+    weight: torch.Tensor | Int8Weight = matrix.to(dtype)
+    if dtype == torch.int8:
+        weight = Int8Weight.empty(out_features, in_features, lambda dtype, *shape: torch.empty(shape, dtype=dtype))
+        weight.put(0, matrix)
+    offsets = torch.randn(out_features, generator=generator).to(torch.bfloat16) if bias else None
+    return Linear(weight, offsets)
+
+
+def expected(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.double()
+    weight = rows_of(layer.weight, slice(None), torch.float32)
+    return linear(x.double(), weight.double(), bias).float()
+
+
+def compare(kernels: ChunkKernels, dtype: torch.dtype, num_rows: int) -> None:
+    for out_features, in_features in SHAPES:
+        rows = torch.randn(num_rows, 2 * in_features + 3)
+        x, gate_up = rows[:, :in_features], rows[:, : 2 * in_features]
+        close = {"rtol": 0.0, "atol": 1e-5 * in_features**0.5}
+        for bias in (True, False):
+            layer = random_linear(out_features, in_features, dtype, bias=bias)
+            torch.testing.assert_close(kernels.linear(layer, x), expected(layer, x), **close)
+        norm = torch.randn(in_features).to(torch.bfloat16)
+        normed = rms_norm(x, (in_features,), norm.float(), 1e-6)
+        torch.testing.assert_close(kernels.after_norm(layer, x, norm), expected(layer, normed), **close)
+        gate, up = gate_up.chunk(2, dim=1)
+        torch.testing.assert_close(kernels.after_gate(layer, gate_up), expected(layer, silu(gate) * up), **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_products_equal_those_of_torch(kernels: ChunkKernels, dtype: torch.dtype, num_rows: int) -> None:
+    compare(kernels, dtype, num_rows)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another instruction set")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_do_those_of_the_smallest_instruction_set(config: DecoderConfig, dtype: torch.dtype) -> None:
+    """Vectors of 4 lanes and no fused multiplication, where the machine's own code has other ones."""
+    library = build(machine="-march=x86-64")
+    assert library is not None
+    compare(ChunkKernels(config, library), dtype, 13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_beside_any_others_on_any_number_of_threads(
+    kernels: ChunkKernels, torch_threads: Callable[[int], None], dtype: torch.dtype
+) -> None:
+    """More rows than are packed at a time (384)."""
+    layer = random_linear(211, 700, dtype)
+    x, norm = torch.randn(401, 1400), torch.randn(700)
+    computations: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda rows: kernels.linear(layer, rows[:, :700]),
+        lambda rows: kernels.after_norm(layer, rows[:, :700], norm),
+        lambda rows: kernels.after_gate(layer, rows),
+    )
+    for compute in computations:
+        torch_threads(1)
+        whole = compute(x)
+        for num_threads in (5, 2):
+            torch_threads(num_threads)
+            assert torch.equal(compute(x), whole)
+            for first, end in ((0, 1), (383, 385), (390, 401)):
+                assert torch.equal(compute(x[first:end]), whole[first:end])
+
+
+def test_numbers_that_are_none_stay_in_their_rows(kernels: ChunkKernels) -> None:
+    x = torch.randn(9, 100)
+    x[4, 50] = torch.nan
+    product = kernels.linear(random_linear(40, 100, torch.bfloat16), x)
+    assert product[4].isnan().all()
+    assert product[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
