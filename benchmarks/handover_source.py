@@ -83,7 +83,7 @@ async def _serve(spec: SegmentSpec, pool: SourcePool, leases: LeaseTable, secret
     endpoint = Endpoint(
         peer=PEER,
         host_id="bench",
-        fingerprint=ModelFingerprint(model="m", weights="w", tokenizer="t", dtype=spec.layout.dtype),
+        fingerprint=ModelFingerprint(model="m", weights="a1" * 16, tokenizer="b1" * 16, dtype=spec.layout.dtype),
         layout=spec.layout,
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(MAX_MESSAGE_BYTES))

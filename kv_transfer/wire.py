@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidArgumentError
+from baton.core.fingerprint import is_fingerprint
 from baton.core.model import KVLayout, ModelFingerprint
 from baton.v1 import common_pb2, kv_transfer_pb2
 from kv_transfer.block_stream import Part
@@ -137,6 +138,9 @@ def fingerprint_from_proto(message: common_pb2.ModelFingerprint, field: str = "f
     """Reads a worker's fingerprint that came in `field`: a worker holds weights, so none of it may be empty."""
     for name in ("model", "weights", "tokenizer", "dtype", "quantization"):
         require_set(f"{field}.{name}", getattr(message, name))
+    for name in ("weights", "tokenizer"):
+        if not is_fingerprint(getattr(message, name)):
+            raise InvalidArgumentError(f"{field}.{name}", "must be 32 lower-case hexadecimal digits")
     return ModelFingerprint(
         model=message.model,
         weights=message.weights,

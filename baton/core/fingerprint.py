@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 from baton.core.errors import StartupError
 
 _DIGEST_CHARS = 32
+_FORM = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARS}}}")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
@@ -135,6 +137,11 @@ def tokenizer_fingerprint(folder: Path) -> str:
     _add_json(digest, {key: value for key, value in config.items() if key not in _VOLATILE_TOKENIZER_KEYS})
     _add_json(digest, template)
     return digest.hexdigest()[:_DIGEST_CHARS]
+
+
+def is_fingerprint(text: str) -> bool:
+    """Whether `text` has the form of the fingerprints made here: 32 lower-case hexadecimal digits."""
+    return _FORM.fullmatch(text) is not None
 
 
 def _samples(num_bytes: int) -> list[tuple[int, int]]:

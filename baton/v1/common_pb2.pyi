@@ -429,9 +429,11 @@ class ModelFingerprint(_message.Message):
     model: _builtins.str
     """The name under which the model is served."""
     weights: _builtins.str
-    """SHA-256 over the configuration, the safetensors headers and samples of the tensor data, in hex."""
+    """32 lower-case hexadecimal digits: the first 128 bits of a SHA-256 over the configuration, the safetensors headers and
+    samples of the tensor data.
+    """
     tokenizer: _builtins.str
-    """SHA-256 over the tokenizer's files, in hex."""
+    """32 lower-case hexadecimal digits: the first 128 bits of a SHA-256 over the contents of the tokenizer's files."""
     dtype: _builtins.str
     """Type of the activations and the KV cache: `float32`, `bfloat16` or `float16`. Empty from a process that
     holds no weights.

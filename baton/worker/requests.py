@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.core.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
+from baton.core.fingerprint import is_fingerprint
 from baton.core.generation import StopRule
 from baton.core.model import ModelFingerprint
 from baton.rpc import generation
@@ -34,6 +35,9 @@ def require_fingerprint(message: common_pb2.ModelFingerprint, ours: ModelFingerp
     for name in ("model", "tokenizer"):
         if not getattr(message, name):
             raise InvalidArgumentError(f"fingerprint.{name}", "must not be empty")
+    for name in ("weights", "tokenizer"):
+        if (text := getattr(message, name)) and not is_fingerprint(text):
+            raise InvalidArgumentError(f"fingerprint.{name}", "must be 32 lower-case hexadecimal digits")
     theirs = ModelFingerprint(
         model=message.model, weights=message.weights, tokenizer=message.tokenizer, dtype="", quantization=""
     )

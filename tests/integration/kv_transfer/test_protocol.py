@@ -27,7 +27,7 @@ from kv_transfer.service import KvTransferServicer
 from prefill_worker.messages import HeldCache
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
-FINGERPRINT = ModelFingerprint(model="m", weights="w1", tokenizer="t1", dtype="bfloat16")
+FINGERPRINT = ModelFingerprint(model="m", weights="a1" * 16, tokenizer="b1" * 16, dtype="bfloat16")
 HANDLE = ShmHandle(segment="baton-" + "a" * 32, num_blocks=64)
 PREFILL = Endpoint(peer=PeerKey("prefill-1", "life-1"), host_id="host", fingerprint=FINGERPRINT, layout=LAYOUT)
 DECODE = replace(
@@ -208,8 +208,8 @@ async def test_many_requests_shake_hands_once(source, directory, listener):
 @pytest.mark.parametrize(
     ("changes", "what", "values"),
     [
-        ({"fingerprint": replace(FINGERPRINT, weights="w2")}, "weights", ("w1", "w2")),
-        ({"fingerprint": replace(FINGERPRINT, tokenizer="t2")}, "tokenizer", ("t1", "t2")),
+        ({"fingerprint": replace(FINGERPRINT, weights="a2" * 16)}, "weights", ("a1" * 16, "a2" * 16)),
+        ({"fingerprint": replace(FINGERPRINT, tokenizer="b2" * 16)}, "tokenizer", ("b1" * 16, "b2" * 16)),
         ({"fingerprint": replace(FINGERPRINT, quantization="int8")}, "quantization", ("none", "int8")),
         ({"layout": replace(LAYOUT, num_layers=3)}, "num_layers", ("2", "3")),
         ({"layout": replace(LAYOUT, dtype="float32")}, "dtype", ("bfloat16", "float32")),
@@ -374,6 +374,8 @@ async def test_whatever_is_not_consumed_is_abandoned(source, channels, leases, v
         ("host_id", lambda request: request.ClearField("host_id")),
         ("fingerprint.model", lambda request: request.ClearField("fingerprint")),
         ("fingerprint.dtype", lambda request: request.fingerprint.ClearField("dtype")),
+        ("fingerprint.weights", lambda request: setattr(request.fingerprint, "weights", "0" * 31)),
+        ("fingerprint.tokenizer", lambda request: setattr(request.fingerprint, "tokenizer", "A" * 32)),
         ("layout.num_layers", lambda request: request.ClearField("layout")),
         ("layout.dtype", lambda request: setattr(request.layout, "dtype", "int4")),
     ],

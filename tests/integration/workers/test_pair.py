@@ -178,7 +178,7 @@ async def refused(client: Client, attempt_id: str, **changes: Any) -> tuple[Any,
         ({"max_tokens": 3000}, OutOfRangeError, "KV_POOL_EXCEEDED"),
         ({"first_token_id": VOCAB_SIZE}, OutOfRangeError, "TOKEN_OUT_OF_VOCABULARY"),
         (
-            {"fingerprint": common_pb2.ModelFingerprint(model="tiny", tokenizer="another")},
+            {"fingerprint": common_pb2.ModelFingerprint(model="tiny", tokenizer="b2" * 16)},
             FailedPreconditionError,
             "FINGERPRINT_MISMATCH",
         ),
@@ -209,6 +209,11 @@ async def test_a_decode_that_is_refused_releases_the_source_at_once(pair, change
         ),
         ({"sampling": common_pb2.SamplingParams(top_p=0)}, InvalidArgumentError, "sampling.top_p"),
         ({"fingerprint": common_pb2.ModelFingerprint()}, InvalidArgumentError, "fingerprint.model"),
+        (
+            {"fingerprint": common_pb2.ModelFingerprint(model="tiny", tokenizer="another")},
+            InvalidArgumentError,
+            "fingerprint.tokenizer",
+        ),
     ],
 )
 async def test_a_bad_prefill_names_the_field(pair, changes, error, field):

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
 
 import pytest
 
 from baton.core.errors import StartupError
-from baton.core.fingerprint import stored_tensors, tokenizer_fingerprint, weight_files, weights_fingerprint
+from baton.core.fingerprint import (
+    is_fingerprint,
+    stored_tensors,
+    tokenizer_fingerprint,
+    weight_files,
+    weights_fingerprint,
+)
 
 CONFIG = {"model_type": "llama", "hidden_size": 4, "transformers_version": "5.0", "_name_or_path": "here"}
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}
@@ -47,8 +54,13 @@ def edit_json(file, **changes):
 
 def test_fingerprints_are_32_hexadecimal_digits(folder):
     for fingerprint in (weights_fingerprint(folder), tokenizer_fingerprint(folder)):
-        assert len(fingerprint) == 32
-        assert int(fingerprint, 16)
+        assert re.fullmatch("[0-9a-f]{32}", fingerprint)
+        assert is_fingerprint(fingerprint)
+
+
+@pytest.mark.parametrize("text", ["", "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 32 + "\n"])
+def test_what_has_another_form_is_no_fingerprint(text):
+    assert not is_fingerprint(text)
 
 
 def test_two_copies_have_one_fingerprint(folder, tmp_path_factory):

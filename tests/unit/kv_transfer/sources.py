@@ -151,7 +151,7 @@ class TableLeases:
 ENDPOINT = Endpoint(
     peer=PEER,
     host_id="host",
-    fingerprint=ModelFingerprint(model="m", weights="w", tokenizer="t", dtype="bfloat16"),
+    fingerprint=ModelFingerprint(model="m", weights="a1" * 16, tokenizer="b1" * 16, dtype="bfloat16"),
     layout=LAYOUT,
 )
 
