@@ -147,11 +147,7 @@ def plan(  # noqa: PLR0913 flags of the command
     from baton.cli.plan import Deployment, Lengths, plan_as_json, show_plan
 
     flags = ["--model.path", str(model)] + (["--config", str(config)] if config is not None else [])
-    for text in setting or []:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
-        flags += [f"--{name}", value]
+    flags += _setting_flags(setting or [])
     lengths = Lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     with _one_line_errors():
         deployment = Deployment.load(flags, memory)
@@ -160,6 +156,34 @@ def plan(  # noqa: PLR0913 flags of the command
         else:
             show_plan(deployment, lengths, _report_console())
         if deployment.faults():
+            raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Model folder.")] = DEFAULT_MODEL,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings of the workers.")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the engine: engine.quantization=int8. May be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Measure what a precision loses against float32, on a text that comes with Baton, and what it gains.
+
+    Settings come from where the decode worker takes them: --set, the environment, the file. Loads the model several
+    times, one after the other. Exit code 1 when the loss is over the threshold.
+    """
+    from baton.cli.evaluation import Evaluation, evaluation_as_json, show_evaluation
+
+    flags = ["--model.path", str(model)] + (["--config", str(config)] if config is not None else [])
+    with _one_line_errors():
+        evaluation = Evaluation.run(flags + _setting_flags(setting or []))
+        if as_json:
+            print(evaluation_as_json(evaluation))
+        else:
+            show_evaluation(evaluation, Console())
+        if not evaluation.is_tolerable:
             raise typer.Exit(EXIT_FAILURE)
 
 
@@ -213,6 +237,17 @@ def simulate(  # noqa: PLR0913 flags of the command
     )
     with _one_line_errors():
         run_simulation(scenario, _report_console(), find_ratio=find_ratio)
+
+
+def _setting_flags(settings: list[str]) -> list[str]:
+    """NAME=VALUE as the flags of a component."""
+    flags = []
+    for text in settings:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
+        flags += [f"--{name}", value]
+    return flags
 
 
 @contextmanager

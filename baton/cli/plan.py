@@ -133,8 +133,8 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
 def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None) -> MemoryPlan:
     engine = settings.engine
     on_cpu = engine.device == "cpu"
-    require_quantization(engine.quantization, engine.device)
     config = DecoderConfig.from_folder(settings.model.path)
+    require_quantization(engine.quantization, engine.device, config.stored_quantization)
     if memory is None:
         if not on_cpu and not has_device(engine.device):
             raise StartupError(f"--memory: must be given, because engine.device {engine.device} is not here")

@@ -98,10 +98,21 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
+def refuse_gguf(path: Path) -> None:
+    """StartupError where `path` is a GGUF file, or a folder that has one and no config.json."""
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if files and not (path / "config.json").is_file():
+        raise StartupError(
+            f"model.path: {files[0]} is a GGUF file, not a model folder: make one of it with "
+            f"python -m baton.engine.convert {files[0]} FOLDER"
+        )
+
+
 def weights_fingerprint(folder: Path) -> str:
     """32 hexadecimal digits that stand for the configuration and the weights in `folder`. StartupError when
     they can't be read.
     """
+    refuse_gguf(folder)
     digest = hashlib.sha256(b"baton weights 1\n")
     config = _read_json(folder / "config.json")
     _add_json(digest, {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS})

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import fcntl
 import importlib.util
-import io
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import StartupError
 from baton.core.manifest import MANIFEST_NAME, Manifest, file_sha256
+from baton.engine.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,15 +105,15 @@ def _write_model(source: Path, folder: Path, say: Callable[[str], None]) -> None
     place, options = str(source.parent), {"gguf_file": source.name, "local_files_only": True}
     try:
         say("unpacking the weights to float32")
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **options
             )
         say("writing the weights")
-        with _quiet():
+        with quiet():
             model.save_pretrained(folder)
         say("unpacking the tokenizer")
-        with _quiet():
+        with quiet():
             tokenizer = AutoTokenizer.from_pretrained(place, **options)
             tokenizer.chat_template = _chat_template(source)
             tokenizer.save_pretrained(folder)
@@ -191,20 +191,6 @@ def _sole_use(parent: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps notes and progress bars of the libraries off stderr, whose lines are ours."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def main(arguments: list[str]) -> int:

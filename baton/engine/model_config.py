@@ -11,7 +11,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.core.errors import StartupError
+from baton.core.fingerprint import refuse_gguf
 from baton.core.model import KVLayout
+from baton.engine.checkpoint import stored_method
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +32,7 @@ class DecoderConfig:
 
     `sliding_windows` has an entry a layer: how many positions, its own included, a token sees; None for all.
     `inv_freq` are the head_dim / 2 rotary frequencies with scaling applied, `rope_scale` the factor on cosine
-    and sine.
+    and sine. `stored_quantization` is the method by which the files are quantized, None for plain ones.
     """
 
     family: str
@@ -51,6 +53,7 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...]
     inv_freq: tuple[float, ...]
     rope_scale: float
+    stored_quantization: str | None = None
 
     @classmethod
     def from_folder(cls, path: Path) -> DecoderConfig:
@@ -68,7 +71,7 @@ class DecoderConfig:
         except Exception as error:  # transformers raises errors of many unrelated classes for a bad config
             reason = " ".join(str(error).split())
             raise StartupError(f"{path}: config.json: {reason}") from error
-        return cls._from_transformers(path, family, config)
+        return replace(cls._from_transformers(path, family, config), stored_quantization=stored_method(path, raw))
 
     @classmethod
     def _from_transformers(cls, path: Path, family: str, config: Any) -> DecoderConfig:
@@ -131,6 +134,7 @@ class DecoderConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
+    refuse_gguf(path)
     try:
         raw = json.loads(file.read_bytes())
     except OSError as error:
@@ -147,9 +151,6 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or []
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
         raise StartupError(f"{path}: architecture {architectures[0]} does not generate text")
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise StartupError(f"{path}: quantized weights ({method}) are not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
     if raw.get("model_type") == "mistral" and raw.get("layer_types") is not None:

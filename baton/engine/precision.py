@@ -24,8 +24,13 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if _cpu_has_bfloat16() or compiler() is not None else "float32"
 
 
-def require_quantization(quantization: str, device: str) -> None:
-    """StartupError where the engine has no kernels for weights quantized at load."""
+def require_quantization(quantization: str, device: str, stored: str | None) -> None:
+    """StartupError where weights can't be quantized at load: no kernels, or they are `stored` quantized already."""
+    if quantization != "none" and stored is not None:
+        raise StartupError(
+            f"engine.quantization: {quantization} of weights that are stored quantized already ({stored}) would lose "
+            "twice; use none, or the unquantized checkpoint"
+        )
     if quantization != "none" and torch.device(device).type != "cpu":
         raise StartupError(
             f"engine.quantization: {quantization} has kernels for cpu only, not for {device}; "

@@ -111,6 +111,14 @@ class TorchExecutor:
             retry_after_s=None,
         )
 
+    def logits(self, plan: BatchPlan) -> torch.Tensor:
+        """Runs the step without choosing tokens: the float32 logits [slices that sample, vocab_size] in its order.
+
+        They are valid until the next call. Blocks.
+        """
+        plan.assert_fits(block_size=self.layout.block_size, num_blocks=self.num_blocks)
+        return self._forward(plan, {}, None)
+
     def rest(self) -> None:
         """Leaves the cores to other engines; see `Executor.rest`."""
         if self._cores is not None:

@@ -12,12 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import StartupError
 from baton.core.fingerprint import weight_files
+from baton.engine.checkpoint import UnpackedTensors
 from baton.engine.host_memory import allocate
 from baton.engine.int8_weight import Int8Weight
 from baton.engine.quantization import matrix_bytes
 from baton.engine.sharding import WHOLE, whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from baton.engine.model_config import DecoderConfig
@@ -129,7 +131,8 @@ class DecoderWeights:
         """
         try:
             with ExitStack() as files, torch.inference_mode():
-                source = _Tensors(path, files, form)
+                handles = [UnpackedTensors.load(path, form.dtype)] if config.stored_quantization else _open(path, files)
+                source = _Tensors(path, handles, form)
                 weights = cls._assemble(source, config)
                 source.require_all_used(config)
                 return weights
@@ -178,13 +181,12 @@ def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
 class _Tensors:
     """The tensors of all of a folder's files by name, each taken once, whole or cut."""
 
-    def __init__(self, path: Path, files: ExitStack, form: WeightForm) -> None:
+    def __init__(self, path: Path, handles: Sequence[Any], form: WeightForm) -> None:
         self.form = form
         self._path = path
         self.is_emulated = _is_emulated(form.dtype, form.device)
         self._handles: dict[str, Any] = {}
-        for file in weight_files(path):
-            handle = files.enter_context(safe_open(file, framework="pt"))
+        for handle in handles:
             self._handles.update(dict.fromkeys(handle.keys(), handle))
         self._unused = set(self._handles)
         self._free = self._memory()
@@ -269,6 +271,10 @@ class _Tensors:
             raise StartupError(f"{self._path}: tensor {name} is {tensor.dtype}: quantized weights are not supported")
         self._unused.discard(name)
         return tensor[tuple(slice(cut.first, cut.first + cut.count) for cut in cuts)]
+
+
+def _open(path: Path, files: ExitStack) -> list[Any]:
+    return [files.enter_context(safe_open(file, framework="pt")) for file in weight_files(path)]
 
 
 def _shortened(names: list[str]) -> str:

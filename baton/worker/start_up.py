@@ -83,8 +83,8 @@ def load(
     use_threads(engine.num_threads)
     phases.begin("configure")
     dtype = resolve_dtype(engine.dtype, engine.device)
-    require_quantization(engine.quantization, engine.device)
     config = DecoderConfig.from_folder(model.path)
+    require_quantization(engine.quantization, engine.device, config.stored_quantization)
     needs = WorkerNeeds(
         role=role,
         config=config,

@@ -93,7 +93,12 @@ def test_tensors_that_do_not_make_this_model_are_named(folder: Path, removed, ad
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "does not generate text"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"stored quantized \(awq\), and no loader unpacks them"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"stored quantized \(gptq\).*engine\.quantization int8",
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, r"stored quantized \(by an unnamed method\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4 KV heads"),
         (

@@ -217,3 +217,10 @@ def test_a_broken_tokenizer_is_one_line(folder, content, message):
     file.unlink() if content is None else file.write_bytes(content)
     with pytest.raises(StartupError, match=message):
         tokenizer_fingerprint(folder)
+
+
+@pytest.mark.parametrize("place", [".", "model-q4.gguf"])
+def test_a_gguf_file_is_told_apart_and_how_to_convert_it(tmp_path, place):
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(StartupError, match=r"q4\.gguf is a GGUF file, not a model folder.*baton\.engine\.convert"):
+        weights_fingerprint(tmp_path / place)

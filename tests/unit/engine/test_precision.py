@@ -44,7 +44,13 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_int8_without_kernels_for_the_device_is_refused() -> None:
-    require_quantization("int8", "cpu")
-    require_quantization("none", "cuda")
+    require_quantization("int8", "cpu", None)
+    require_quantization("none", "cuda", None)
+    require_quantization("none", "cpu", "fp8")
     with pytest.raises(StartupError, match=r"^engine\.quantization: int8 has kernels for cpu only, not for cuda:1"):
-        require_quantization("int8", "cuda:1")
+        require_quantization("int8", "cuda:1", None)
+
+
+def test_int8_of_weights_that_are_stored_quantized_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"^engine\.quantization: int8 of weights .* already \(fp8\)"):
+        require_quantization("int8", "cpu", "fp8")
