@@ -18,6 +18,8 @@ from baton.core.start_up import StartPhases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
+    from pathlib import Path
 
     from baton.core.settings import ModelSettings
     from baton.core.workers import WorkerRole
@@ -68,6 +70,7 @@ def load(
     model, engine = settings.model, settings.engine
     # What is wrong with the folder is told before the libraries are there, which takes seconds.
     weights, tokenizer = weights_fingerprint(model.path), tokenizer_fingerprint(model.path)
+    verifying = _verify_meanwhile(model.path)
     phases = StartPhases()
     phases.begin("import")
     from baton.engine.cores import CoreShare
@@ -97,15 +100,14 @@ def load(
     plan = MemoryPlan.make(needs, memory_of(engine.device))
     plan.require_fits()
     _tell(plan)
+    if verifying.done():
+        verifying.result()
     phases.begin("allocate")
     pool = make_pool(needs.layout, plan.num_blocks)
     phases.begin("load")
-    with ThreadPoolExecutor(1) as threads:
-        # Beside the load, which reads the same pages: hashing keeps no other thread from running.
-        verifying = threads.submit(verify_weights, model.path)
-        cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
-        executor = TorchExecutor.from_folder(model.path, pool=pool, quantization=engine.quantization, cores=cores)
-        verifying.result()
+    cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
+    executor = TorchExecutor.from_folder(model.path, pool=pool, quantization=engine.quantization, cores=cores)
+    verifying.result()
     phases.begin("tokenizer")
     structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
     phases.begin("warm-up")
@@ -129,6 +131,17 @@ def load(
         takes_structure=structures is not None,
     )
     return Loaded(executor=executor, pool=pool, structures=structures, facts=facts)
+
+
+def _verify_meanwhile(folder: Path) -> Future[None]:
+    """Begins to compare the weights with their manifest, beside the imports and the load, which reads the same pages.
+
+    Hashing keeps no other thread from running.
+    """
+    threads = ThreadPoolExecutor(1)
+    verifying = threads.submit(verify_weights, folder)
+    threads.shutdown(wait=False)  # what was submitted is done all the same
+    return verifying
 
 
 def _tell(plan: MemoryPlan) -> None:
