@@ -12,12 +12,13 @@ from benchmarks.engine_under_test import BLOCK_SIZE, BatonEngine
 from benchmarks.limits import in_turn
 from benchmarks.random_model import save_random_llama
 from benchmarks.report import Figure
-from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence
 
 BATCHES = (1, 4, 16, 64)
 POOL_SIZES = (1, 4, 16)
 CONTEXT_TOKENS = 128
-SMALLEST_POOL_BLOCKS = 1024
+SMALLEST_POOL_BLOCKS = 2048
 LIMIT_S = 0.001
 
 
@@ -88,7 +89,7 @@ class _DecodeLoop:
                     num_prompt_tokens=CONTEXT_TOKENS,
                     last_token_id=0,
                     sampling=SamplingParams(temperature=0.0),
-                    # The scheduler reserves for all of it, so each gets an equal part of the smallest pool.
+                    # As long as an equal part of the smallest pool: what is measured has to end before.
                     stop=StopRule(max_tokens=CONTEXT_TOKENS, stop_token_ids=frozenset()),
                 )
             )
@@ -98,5 +99,6 @@ class _DecodeLoop:
 
     def turn(self) -> None:
         """One step without computing anything."""
+        self._scheduler.make_room()
         plan = self._scheduler.plan()
         self._scheduler.commit(plan, [1] * len(plan.slices))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from baton.core.errors import CancelledError, ServingError
+from baton.core.errors import CancelledError, InternalError, ResourceExhaustedError, ServingError
 from baton.engine.token_rules import TokenRules
 from baton.worker.engine_loop import EngineStats
 from baton.worker.messages import Cancel, Failed
 from decode_worker.messages import Accept, Finished, ForgetPeer, HandedOver, OpenPeer, Park, Resume, Token
-from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from baton.engine.block_pool import BlockPool
     from baton.structure.compiler import StructureCompiler
     from decode_worker.messages import DecodeCommand, DecodeEvent
+    from decode_worker.sequence import Swap
     from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
     from kv_transfer.transport import ReadResult
 
@@ -62,27 +64,64 @@ class Copier(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapDone:
+    """A swap that ended: nothing reads or writes its blocks and slots any more."""
+
+    attempt_id: str
+    succeeded: bool
+
+
+class Swapper(Protocol):
+    """Copies blocks to the swap space and back while the caller goes on. No call blocks."""
+
+    def start(self, swap: Swap) -> None:
+        """Begins to copy; `take_done` tells the end, whatever it is."""
+        ...
+
+    @property
+    def has_done(self) -> bool:
+        """Whether `take_done` would return something."""
+        ...
+
+    def take_done(self) -> list[SwapDone]:
+        """The swaps that ended since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """Where KV blocks are: in the pool, and in the swap space if there is one, which `swapper` copies to and from."""
+
+    pool: BlockPool
+    swap: BlockPool | None = None
+    swapper: Swapper | None = None
+
+
 class DecodeCore:
     """The books of a decode engine (an `EngineCore`)."""
 
     def __init__(
         self,
-        pool: BlockPool,
+        rooms: Rooms,
         max_num_seqs: int,
         copier: Copier,
         clock: Clock,
         structures: StructureCompiler | None = None,
     ) -> None:
-        self._pool = pool
+        self._pool, self._swap, self._swapper = rooms.pool, rooms.swap, rooms.swapper
         self._copier = copier
         self._clock = clock
         self._structures = structures
-        self._scheduler = DecodeScheduler(pool, max_num_seqs)
+        self._scheduler = DecodeScheduler(rooms.pool, max_num_seqs, rooms.swap)
         self._attempts: dict[str, _Attempt] = {}
         self._events: list[DecodeEvent] = []
+        # The last plan found nothing to do, and nothing has changed since.
+        self._is_stuck = False
 
     def handle(self, command: DecodeCommand) -> None:
         """Applies a command. Cancel is harmless when what it names has ended."""
+        self._is_stuck = False
         match command:
             case Accept():
                 self._accept(command)
@@ -99,18 +138,29 @@ class DecodeCore:
                 self._copier.forget_peer(command.peer)
 
     def plan(self) -> BatchPlan:
-        """Lets copied sequences join, starts copies for those that have room now, and returns the next step."""
+        """Lets copied sequences join, makes room, starts copies for those that have it, and returns the next step."""
         for done in self._copier.take_done():
             self._end_copy(done)
-        for sequence in self._scheduler.take_in():
+        self._end_swaps()
+        swaps, shed = self._scheduler.make_room()
+        for swap in swaps:
+            assert self._swapper is not None, "swap space without a swapper"
+            self._swapper.start(swap)
+        for sequence in shed:
+            self._end(Failed(attempt_id=sequence.attempt_id, error=_shed()))
+        taken = self._scheduler.take_in()
+        for sequence in taken:
             attempt = self._attempts[sequence.attempt_id]
             attempt.copy_started_s = self._clock.monotonic_s()
             num_blocks = -(-attempt.kv.num_tokens // self._pool.block_size)
             self._copier.start(sequence.attempt_id, attempt.kv, sequence.block_table[:num_blocks])
-        return self._scheduler.plan()
+        step = self._scheduler.plan()
+        self._is_stuck = not (step.slices or swaps or shed or taken)
+        return step
 
     def commit(self, plan: BatchPlan, output: StepOutput) -> None:
         """Takes a step for done: a token for each sequence of it that is still here."""
+        self._is_stuck = False
         for new in self._scheduler.commit(plan, output.tokens):
             self._events.append(
                 Token(
@@ -138,6 +188,7 @@ class DecodeCore:
 
     def fail(self, plan: BatchPlan, error: ServingError) -> None:
         """Ends the sequences of a step that failed."""
+        self._is_stuck = False
         for piece in plan.slices:
             if self._scheduler.remove(piece.attempt_id) is not None:
                 self._end(Failed(attempt_id=piece.attempt_id, error=error))
@@ -149,11 +200,12 @@ class DecodeCore:
 
     @property
     def idle_s(self) -> float | None:
-        """0 when a step can run, a copy can start or one has ended; None: sleep until a command or a copy's end.
+        """0 when something may be done or a copy or a swap has ended; None: sleep until a command or such an end.
 
         A copy that ended during a step has woken the loop already: nothing would wake it again.
         """
-        return 0.0 if self._scheduler.has_step or self._copier.has_done else None
+        has_done = self._copier.has_done or (self._swapper is not None and self._swapper.has_done)
+        return 0.0 if has_done or (self._scheduler.has_work and not self._is_stuck) else None
 
     @property
     def stats(self) -> EngineStats:
@@ -163,6 +215,7 @@ class DecodeCore:
             num_running=self._scheduler.num_running,
             num_held=self._scheduler.num_parked,
             num_used_blocks=self._pool.num_used,
+            preemptions=self._scheduler.preemptions,
         )
 
     def check_integrity(self) -> None:
@@ -170,6 +223,9 @@ class DecodeCore:
         self._pool.check_integrity()
         assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
         assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+        if self._swap is not None:
+            self._swap.check_integrity()
+            assert self._swap.num_used == 0, f"{self._swap.num_used} slots of the swap space are used by nobody"
 
     def _accept(self, command: Accept) -> None:
         assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
@@ -225,6 +281,12 @@ class DecodeCore:
                 )
             )
 
+    def _end_swaps(self) -> None:
+        for done in self._swapper.take_done() if self._swapper is not None else ():
+            if not self._scheduler.end_swap(done.attempt_id, succeeded=done.succeeded):
+                error = _cancelled() if done.succeeded else InternalError("a copy to or from the swap space failed")
+                self._end(Failed(attempt_id=done.attempt_id, error=error))
+
     def _end(self, event: Finished | Failed) -> None:
         del self._attempts[event.attempt_id]
         self._events.append(event)
@@ -240,3 +302,11 @@ class _Attempt:
 
 def _cancelled() -> CancelledError:
     return CancelledError("the generation was cancelled")
+
+
+def _shed() -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        "the KV blocks ran short and the swap space has no room for this sequence",
+        reason="OUT_OF_BLOCKS",
+        retry_after_s=1.0,
+    )

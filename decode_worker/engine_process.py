@@ -16,7 +16,8 @@ from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.start_up import load
 from decode_worker.copier import ThreadCopier
-from decode_worker.engine_core import DecodeCore
+from decode_worker.engine_core import DecodeCore, Rooms
+from decode_worker.swapper import ThreadSwapper
 from kv_transfer.readers import PeerReaders
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class DecodeSpec:
 def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: DecodeSpec) -> None:
     """The engine process's whole life. Its facts are `EngineFacts`."""
     from baton.engine.kv_pool import KVPool
+    from kv_transfer.swap import SwapSpace
     from kv_transfer.ways import ReaderFactory
 
     settings = spec.settings
@@ -46,7 +48,7 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
     def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
         return KVPool(layout, num_blocks, device=settings.engine.device)
 
-    loaded = load(WorkerRole.DECODE, settings, make_pool)
+    loaded = load(WorkerRole.DECODE, settings, make_pool, swap_bytes=settings.swap_bytes)
     facts = loaded.facts
     open_reader = ReaderFactory(
         channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
@@ -54,11 +56,18 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
         max_message_bytes=settings.server.max_message_bytes,
         timeout_s=settings.handover.timeout_s,
     )
+    num_slots = settings.swap_bytes // facts.layout.block_bytes
+    swapper = ThreadSwapper(SwapSpace(loaded.pool, num_slots), channel.wake) if num_slots else None
     copier = ThreadCopier(PeerReaders(open_reader), loaded.pool, channel.wake)
     try:
         clock = SystemClock()
+        rooms = Rooms(
+            pool=BlockPool(facts.num_blocks, facts.layout.block_size),
+            swap=BlockPool(num_slots, facts.layout.block_size) if num_slots else None,
+            swapper=swapper,
+        )
         core = DecodeCore(
-            BlockPool(facts.num_blocks, facts.layout.block_size),
+            rooms,
             settings.engine.max_num_seqs,
             copier,
             clock,
@@ -68,3 +77,5 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
         EngineLoop(core, loaded.executor, clock).run(channel)
     finally:
         copier.close()
+        if swapper is not None:
+            swapper.close()

@@ -1,108 +1,122 @@
-"""Which sequences take a step together. Pure policy: no I/O, no torch, time passed in.
+"""Which sequences take a step together, and who gives way when blocks run short. Pure policy: no I/O, no torch.
 
-A sequence gets the blocks of its prompt and of all tokens it may generate when it is taken in, in order of
-arrival: whatever runs can run to its end, and nothing is ever preempted. After its KV cache was copied it takes
-part in every step, so a step's batch is simply everything that runs.
+A sequence is taken in, in order of arrival, when the blocks of its prompt are free and one more for every sequence
+that may still grow; it gets further blocks as it grows. After its KV cache was copied it takes part in every step for
+which it has a block, so a step's batch is simply everything that runs.
 
 A sequence whose reader is behind is parked: it leaves the batch and keeps its slot and its blocks, so that it can come
 back at any step.
+
+When a sequence needs a block and none is free, another one is preempted: a parked one, the latest first; if there is
+none, the latest of those that arrived after it. One that nobody can make room for waits, so the oldest that runs
+always goes on. A preempted sequence is swapped: its blocks are copied to host memory, then freed. It comes back, the
+oldest first, when there is room for it and a block for each that runs and may grow, before anybody is taken in. Where
+the swap space has no room for it, it is shed: nothing here could compute its cache again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.core.errors import ServingError
 from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.token_rules import take_token
+from baton.worker.engine_loop import Preemptions
+from decode_worker.sequence import DecodeSequence, NewToken, Swap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from baton.core.generation import FinishReason, SamplingParams, StopRule
     from baton.engine.block_pool import BlockPool
-    from baton.engine.token_rules import TokenRules
-
-
-@dataclass(slots=True, kw_only=True)
-class DecodeSequence:
-    """One attempt inside the worker. Its blocks belong to the scheduler until the attempt is removed."""
-
-    attempt_id: str
-    num_prompt_tokens: int
-    last_token_id: int
-    sampling: SamplingParams
-    stop: StopRule
-    rules: TokenRules | None = None
-    top_logprobs: int | None = None
-    num_generated: int = 1
-    num_steps: int = 0
-    block_table: list[int] = field(default_factory=list)
-
-    @property
-    def last_position(self) -> int:
-        """Where the last token stands. Its keys and values are not in the cache yet."""
-        return self.num_prompt_tokens + self.num_generated - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewToken:
-    """A token that a step produced; `finish_reason` is set when it is its sequence's last.
-
-    With an `error` the sequence cannot go on after it.
-    """
-
-    attempt_id: str
-    position: int
-    token_id: int
-    finish_reason: FinishReason | None
-    error: ServingError | None
 
 
 class DecodeScheduler:
-    """Owns every attempt's blocks, from admission to removal."""
+    """Owns every attempt's blocks, from admission to removal, and its slots of the swap space.
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int) -> None:
+    `swap` counts the blocks of the swap space; None: there is none.
+    """
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int, swap: BlockPool | None = None) -> None:
         self._pool = pool
+        self._swap = swap
         self._max_num_seqs = max_num_seqs
-        # In order of arrival. An attempt is in exactly one of the four.
+        # An attempt is in exactly one of these.
         self._waiting: dict[str, DecodeSequence] = {}
         self._copying: dict[str, DecodeSequence] = {}
         self._running: dict[str, DecodeSequence] = {}
         self._parked: dict[str, DecodeSequence] = {}
+        self._leaving: dict[str, DecodeSequence] = {}
+        self._away: dict[str, DecodeSequence] = {}
+        self._returning: dict[str, DecodeSequence] = {}
         self._condemned: set[str] = set()
+        # Of those that run, who got no block for the next step.
+        self._short: frozenset[str] = frozenset()
+        self._num_added = 0
+        self._num_swapped = self._num_shed = self._blocks_out = self._blocks_in = 0
 
     @property
     def num_waiting(self) -> int:
-        """Attempts that do not take part in steps: without room, or being copied."""
-        return len(self._waiting) + len(self._copying)
+        """Attempts that do not take part in steps and should: without room, or being copied."""
+        num_wanting = sum(not sequence.is_parked for sequence in self._away.values())
+        copied = len(self._copying) + len(self._leaving) + len(self._returning)
+        return len(self._waiting) + copied + num_wanting
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
+        """Sequences in the batch, or that would be if they had a block."""
         return len(self._running)
 
     @property
     def num_parked(self) -> int:
         """Sequences that wait for their readers."""
-        return len(self._parked)
+        return len(self._parked) + sum(sequence.is_parked for sequence in self._away.values())
 
     @property
-    def has_step(self) -> bool:
-        """Whether something runs, or can be taken in."""
-        return bool(self._running) or self._can_take_in()
+    def preemptions(self) -> Preemptions:
+        """What was done for want of blocks."""
+        return Preemptions(
+            num_swapped=self._num_swapped,
+            num_shed=self._num_shed,
+            blocks_out=self._blocks_out,
+            blocks_in=self._blocks_in,
+            num_away=len(self._away),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan`, with what comes before it, may have something to do now or after a change."""
+        return bool(self._running or self._waiting or self._away)
 
     def add(self, sequence: DecodeSequence) -> None:
         """Puts an attempt behind all others."""
+        sequence.order = self._num_added
+        self._num_added += 1
         self._waiting[sequence.attempt_id] = sequence
+
+    def make_room(self) -> tuple[list[Swap], list[DecodeSequence]]:
+        """Gives running sequences the blocks that their next tokens need. To be called before `take_in` and `plan`.
+
+        Returns the swaps to be started now, each to be ended with `end_swap`, and the sequences that were shed: they
+        are gone, and their blocks are free.
+        """
+        swaps: list[Swap] = []
+        shed: list[DecodeSequence] = []
+        short = self._grow()
+        while short and (victim := self._victim_for(short)) is not None:
+            if not self._preempt(victim, swaps, shed):
+                break
+            short = self._grow()
+        self._short = frozenset(each.attempt_id for each in short)
+        if not short:
+            self._call_back(swaps, shed)
+        return swaps, shed
 
     def take_in(self) -> list[DecodeSequence]:
         """Gives blocks to waiting attempts, strictly in order; returns those whose KV cache is to be copied now."""
         taken = []
-        while self._can_take_in():
-            sequence = next(iter(self._waiting.values()))
-            sequence.block_table = self._pool.allocate(sequence.attempt_id, self._num_blocks(sequence))
+        while (sequence := self._next_waiting()) is not None and self._num_missing(sequence) <= 0:
+            num_blocks = sequence.blocks_for_step(self._pool.block_size)
+            sequence.block_table = self._pool.allocate(sequence.attempt_id, num_blocks)
             del self._waiting[sequence.attempt_id]
             self._copying[sequence.attempt_id] = sequence
             taken.append(sequence)
@@ -119,21 +133,46 @@ class DecodeScheduler:
             self._running[attempt_id] = sequence
             return True
         self._condemned.discard(attempt_id)
-        self._pool.free(attempt_id, sequence.block_table)
+        self._free(sequence)
         return False
 
+    def end_swap(self, attempt_id: str, *, succeeded: bool) -> bool:
+        """Takes note that a swap is over: nothing reads or writes the attempt's blocks and slots any more.
+
+        False (it failed, or the attempt was removed meanwhile): it is gone, and blocks and slots are free.
+        """
+        is_out = attempt_id in self._leaving
+        sequence = self._leaving.pop(attempt_id) if is_out else self._returning.pop(attempt_id)
+        if not succeeded or attempt_id in self._condemned:
+            self._condemned.discard(attempt_id)
+            self._free(sequence)
+            return False
+        if is_out:
+            self._free_blocks(sequence)
+            self._away[attempt_id] = sequence
+        else:
+            self._free_slots(sequence)
+            (self._parked if sequence.is_parked else self._running)[attempt_id] = sequence
+        return True
+
     def park(self, attempt_id: str) -> None:
-        """Takes a sequence out of the batch. Harmless when it does not run; allowed during a step."""
+        """Takes a sequence out of the batch. Harmless when it has ended; allowed during a step."""
+        for attempts in (self._running, self._leaving, self._away, self._returning):
+            if sequence := attempts.get(attempt_id):
+                sequence.is_parked = True
         if sequence := self._running.pop(attempt_id, None):
             self._parked[attempt_id] = sequence
 
     def resume(self, attempt_id: str) -> None:
-        """Puts a parked sequence back into the next step's batch. Harmless when it is not parked."""
+        """Puts a parked sequence back into the batch as soon as it can be. Harmless when it is not parked."""
+        for attempts in (self._parked, self._leaving, self._away, self._returning):
+            if sequence := attempts.get(attempt_id):
+                sequence.is_parked = False
         if sequence := self._parked.pop(attempt_id, None):
             self._running[attempt_id] = sequence
 
     def plan(self) -> BatchPlan:
-        """The next step; without slices when nothing runs."""
+        """The next step; without slices when nothing that runs has a block to write to."""
         return BatchPlan(
             slices=tuple(
                 SequenceSlice(
@@ -146,6 +185,7 @@ class DecodeScheduler:
                     top_logprobs=sequence.top_logprobs,
                 )
                 for sequence in self._running.values()
+                if sequence.attempt_id not in self._short
             )
         )
 
@@ -178,26 +218,134 @@ class DecodeScheduler:
         return produced
 
     def remove(self, attempt_id: str) -> DecodeSequence | None:
-        """Forgets an attempt and frees its blocks; None when it is not here (any more, or yet). Not during a step.
+        """Forgets an attempt and frees what it holds; None when it is not here (any more, or yet). Not during a step.
 
-        The blocks of an attempt that is being copied are still written to: it is condemned, and `end_copy` frees
-        them.
+        The blocks of an attempt that is being copied are still written to or read: it is condemned, and `end_copy` or
+        `end_swap` frees them.
         """
-        if attempt_id in self._copying:
+        if attempt_id in self._copying or attempt_id in self._leaving or attempt_id in self._returning:
             self._condemned.add(attempt_id)
             return None
-        sequence = None
-        for attempts in (self._waiting, self._running, self._parked):
-            sequence = sequence or attempts.pop(attempt_id, None)
-        if sequence is not None and sequence.block_table:
-            self._pool.free(attempt_id, sequence.block_table)
-        return sequence
+        for attempts in (self._waiting, self._running, self._parked, self._away):
+            if sequence := attempts.pop(attempt_id, None):
+                self._free(sequence)
+                return sequence
+        return None
 
-    def _can_take_in(self) -> bool:
-        num_slots = len(self._copying) + len(self._running) + len(self._parked)
-        if not self._waiting or num_slots >= self._max_num_seqs:
-            return False
-        return self._num_blocks(next(iter(self._waiting.values()))) <= self._pool.num_free
+    # --- who has room -----------------------------------------------------------------------------------------
 
-    def _num_blocks(self, sequence: DecodeSequence) -> int:
-        return -(-(sequence.num_prompt_tokens + sequence.stop.max_tokens) // self._pool.block_size)
+    def _grow(self) -> list[DecodeSequence]:
+        """Gives a block to each that needs one for its next step; those that got none, the oldest first."""
+        block_size = self._pool.block_size
+        needy = [each for each in self._running.values() if len(each.block_table) < each.blocks_for_step(block_size)]
+        if len(needy) > self._pool.num_free:
+            needy.sort(key=_order)
+        num_grown = min(len(needy), self._pool.num_free)
+        for sequence in needy[:num_grown]:
+            sequence.block_table += self._pool.allocate(sequence.attempt_id, 1)
+        return needy[num_grown:]
+
+    def _num_missing(self, comer: DecodeSequence) -> int:
+        """Blocks that have to become free before it can come: its own, and one for each here that runs and may grow."""
+        block_size = self._pool.block_size
+        here = (self._copying, self._running, self._returning)
+        num_growing = sum(each.can_grow(block_size) for attempts in here for each in attempts.values())
+        return comer.blocks_for_step(block_size) + num_growing - self._pool.num_free
+
+    def _next_waiting(self) -> DecodeSequence | None:
+        """Who is to be taken in next, if blocks allow: nobody as long as one that was swapped out wants to go on."""
+        here = (self._copying, self._running, self._parked, self._leaving, self._away, self._returning)
+        if sum(map(len, here)) >= self._max_num_seqs or self._first_away() is not None:
+            return None
+        return next(iter(self._waiting.values()), None)
+
+    def _first_away(self) -> DecodeSequence | None:
+        """The oldest sequence that is swapped out and wants to go on."""
+        return min((each for each in self._away.values() if not each.is_parked), key=_order, default=None)
+
+    # --- who gives way ----------------------------------------------------------------------------------------
+
+    def _victim_for(self, short: list[DecodeSequence]) -> DecodeSequence | None:
+        """Who is to give way to those that need a block; None when enough will be free soon, or nobody has to."""
+        if len(short) <= self._num_soon_free():
+            return None
+        younger = [each for each in self._running.values() if each.order > short[0].order]
+        return self._choose(self._parked.values()) or self._choose(younger)
+
+    def _choose(self, candidates: Iterable[DecodeSequence]) -> DecodeSequence | None:
+        """The latest that the swap space has room for; the latest where it has room for none."""
+        latest_first = sorted(candidates, key=_order, reverse=True)
+        return next((each for each in latest_first if self._has_slots(each)), next(iter(latest_first), None))
+
+    def _has_slots(self, sequence: DecodeSequence) -> bool:
+        return self._swap is not None and len(sequence.block_table) <= self._swap.num_free
+
+    def _preempt(self, victim: DecodeSequence, swaps: list[Swap], shed: list[DecodeSequence]) -> bool:
+        """Swaps a sequence out or sheds it; False when it is to wait for a swap that runs."""
+        if not self._has_slots(victim):
+            if self._leaving or self._returning:
+                return False
+            self.remove(victim.attempt_id)
+            self._num_shed += 1
+            shed.append(victim)
+            return True
+        assert self._swap is not None
+        (self._parked if victim.is_parked else self._running).pop(victim.attempt_id)
+        self._leaving[victim.attempt_id] = victim
+        victim.slots = self._swap.allocate(victim.attempt_id, len(victim.block_table))
+        self._num_swapped += 1
+        self._blocks_out += len(victim.slots)
+        swaps.append(_swap(victim, is_out=True))
+        return True
+
+    def _call_back(self, swaps: list[Swap], shed: list[DecodeSequence]) -> None:
+        """Lets sequences return, the oldest first, and moves parked ones out of the way of who can come next."""
+        while (comer := self._first_away()) is not None:
+            is_alone = not (self._running or self._copying or self._leaving or self._returning)
+            self._clear_way(comer, swaps, shed, may_shed=is_alone)
+            if self._num_missing(comer) > 0:
+                return
+            num_blocks = comer.blocks_for_step(self._pool.block_size)
+            comer.block_table = self._pool.allocate(comer.attempt_id, num_blocks)
+            self._returning[comer.attempt_id] = self._away.pop(comer.attempt_id)
+            self._blocks_in += len(comer.slots)
+            swaps.append(_swap(comer, is_out=False))
+        if (waiting := self._next_waiting()) is not None:
+            self._clear_way(waiting, swaps, shed, may_shed=False)
+
+    def _clear_way(
+        self, comer: DecodeSequence, swaps: list[Swap], shed: list[DecodeSequence], *, may_shed: bool
+    ) -> None:
+        """Preempts parked sequences until `comer` has room or soon will have."""
+        while self._num_missing(comer) > self._num_soon_free() and (victim := self._choose(self._parked.values())):
+            if not (may_shed or self._has_slots(victim)) or not self._preempt(victim, swaps, shed):
+                return
+
+    def _num_soon_free(self) -> int:
+        return sum(len(each.block_table) for each in self._leaving.values())
+
+    def _free(self, sequence: DecodeSequence) -> None:
+        self._free_blocks(sequence)
+        self._free_slots(sequence)
+
+    def _free_blocks(self, sequence: DecodeSequence) -> None:
+        self._pool.free(sequence.attempt_id, sequence.block_table)
+        sequence.block_table = []
+
+    def _free_slots(self, sequence: DecodeSequence) -> None:
+        if self._swap is not None:
+            self._swap.free(sequence.attempt_id, sequence.slots)
+            sequence.slots = []
+
+
+def _order(sequence: DecodeSequence) -> int:
+    return sequence.order
+
+
+def _swap(sequence: DecodeSequence, *, is_out: bool) -> Swap:
+    return Swap(
+        attempt_id=sequence.attempt_id,
+        is_out=is_out,
+        block_ids=tuple(sequence.block_table[: len(sequence.slots)]),
+        slots=tuple(sequence.slots),
+    )

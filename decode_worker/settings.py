@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
 from kv_transfer.settings import ReaderHandoverSettings
@@ -26,6 +26,12 @@ class DecodeWorkerSettings(WorkerSettings):
         default=128,
         ge=1,
         description="A sequence leaves the batch while more tokens of it than this wait for their reader, tokens",
+    )
+
+    swap_bytes: ByteSize = Field(
+        default=ByteSize(256 * 1024**2),
+        ge=0,
+        description="Host memory for the KV blocks of sequences that gave way to others; 0: those are shed, bytes",
     )
 
     @model_validator(mode="after")

@@ -137,6 +137,13 @@ class LimitSettings(Section):
         le=10,
         description="Most times that a request is computed again because a worker was lost; then it fails",
     )
+    reserved_output_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of max_tokens that a request reserves blocks for on a decode worker. Below 1 more run at a time,"
+        " and sequences give way to each other when answers are longer than that",
+    )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that tokenize")
     max_pending_texts: int = Field(
         default=128, ge=1, le=10_000, description="Most texts in and before the tokenizer's threads"

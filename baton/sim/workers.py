@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from baton.core.generation import SamplingParams, StopRule
 from baton.engine.block_pool import BlockPool
-from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence
 from prefill_worker.scheduler import Prefill, PrefillLimits, PrefillScheduler
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ class SimDecode:
         """How long the next step takes, in seconds; None when one runs or nothing does."""
         if self._plan is not None:
             return None
+        swaps, shed = self._scheduler.make_room()
+        assert not swaps, "credit covers whole answers, so nobody gives way"
+        assert not shed, "credit covers whole answers, so nobody gives way"
         plan = self._scheduler.plan()
         if not plan.slices:
             return None

@@ -133,4 +133,19 @@ class WorkerInstruments:
         self.out_of_memory = Counter(
             "baton_out_of_memory", "Requests shed because an allocation failed", registry=registry
         )
+        self.preemptions = Counter(
+            "baton_preemptions",
+            "Sequences that gave way for want of KV blocks: swap or shed",
+            ("how",),
+            registry=registry,
+        )
+        self.swapped_blocks = Counter(
+            "baton_swapped_blocks",
+            "KV blocks copied to the swap space and back: out or in",
+            ("way",),
+            registry=registry,
+        )
+        self.num_requests_swapped = Gauge(
+            "baton_num_requests_swapped", "Requests whose KV blocks are in the swap space", registry=registry
+        )
         self.leases = Counter("baton_leases", "Leases on KV caches that ended", ("outcome",), registry=registry)

@@ -42,6 +42,17 @@ Receive: TypeAlias = "Callable[[], list[Any]]"
 Emit: TypeAlias = "Callable[[EventBatch], None]"
 
 
+@dataclass(frozen=True, slots=True)
+class Preemptions:
+    """What an engine did for want of blocks, in all its life, and how many sequences are swapped out now."""
+
+    num_swapped: int = 0
+    num_shed: int = 0
+    blocks_out: int = 0
+    blocks_in: int = 0
+    num_away: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """What an engine holds after a step. `num_held` counts attempts whose blocks wait for a reader."""
@@ -50,6 +61,7 @@ class EngineStats:
     num_running: int = 0
     num_held: int = 0
     num_used_blocks: int = 0
+    preemptions: Preemptions = Preemptions()
 
     @property
     def has_work(self) -> bool:

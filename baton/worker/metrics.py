@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.core.errors import OutOfMemoryError
+from baton.worker.engine_loop import Preemptions
 
 if TYPE_CHECKING:
     from baton.telemetry.instruments import WorkerInstruments
@@ -17,6 +18,7 @@ class LoadMetrics:
     def __init__(self, instruments: WorkerInstruments, num_blocks: int) -> None:
         self._instruments = instruments
         self._num_blocks = num_blocks
+        self._preemptions = Preemptions()
 
     def observe(self, batch: EventBatch) -> None:
         """Takes one batch in."""
@@ -26,6 +28,18 @@ class LoadMetrics:
         if batch.step is not None:
             self._instruments.step_time.observe(batch.step.step_s)
             self._instruments.step_tokens.observe(batch.step.num_tokens)
+        self._observe_preemptions(batch.stats.preemptions)
         for event in batch.events:
             if event.is_last and isinstance(getattr(event, "error", None), OutOfMemoryError):
                 self._instruments.out_of_memory.inc()
+
+    def _observe_preemptions(self, now: Preemptions) -> None:
+        before, self._preemptions = self._preemptions, now
+        if now == before:
+            return
+        instruments = self._instruments
+        instruments.preemptions.labels("swap").inc(now.num_swapped - before.num_swapped)
+        instruments.preemptions.labels("shed").inc(now.num_shed - before.num_shed)
+        instruments.swapped_blocks.labels("out").inc(now.blocks_out - before.blocks_out)
+        instruments.swapped_blocks.labels("in").inc(now.blocks_in - before.blocks_in)
+        instruments.num_requests_swapped.set(now.num_away)

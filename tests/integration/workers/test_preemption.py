@@ -1,0 +1,195 @@
+"""More sequences than the decode worker's blocks hold: they give way to each other and lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import urllib.request
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.core.clock import SystemClock
+from baton.core.errors import ServingError
+from baton.core.generation import SamplingParams, StopRule
+from baton.engine.batch import BatchPlan, SequenceSlice
+from baton.engine.block_pool import BlockPool
+from baton.engine.kv_pool import KVPool
+from baton.engine.model_config import DecoderConfig
+from baton.engine.torch_executor import TorchExecutor
+from baton.worker.engine_loop import EngineLoop
+from decode_worker.engine_core import CopyDone, DecodeCore, Rooms
+from decode_worker.messages import Accept, Token
+from decode_worker.swapper import ThreadSwapper
+from kv_transfer.descriptor import KVDescriptor
+from kv_transfer.swap import SwapSpace
+from kv_transfer.transport import ReadResult
+from tests.integration.workers.test_slow_reader import is_parked, unread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.integration.workers.harness import Client
+
+PROMPTS = {f"a{index}": [3 + index, 1, 4, 1, 5] for index in range(6)}
+# The pool has 2,720 positions: three of them fit, six do not.
+NUM_TOKENS = 700
+LIMITS = ("--engine.kv_cache_bytes", "1MiB", "--engine.max_num_seqs", "8")
+
+
+async def run_at_once(client: Client, run: str, names: list[str]) -> dict[str, list[int] | BaseException]:
+    """The tokens of requests that are sent at once, or how they failed."""
+    answers = await asyncio.gather(
+        *(client.generate(f"{run}-{name}", PROMPTS[name], max_tokens=NUM_TOKENS) for name in names),
+        return_exceptions=True,
+    )
+    return {
+        name: answer if isinstance(answer, BaseException) else answer.tokens
+        for name, answer in zip(names, answers, strict=True)
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def metrics(port: int) -> dict[str, float]:
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+async def test_sequences_that_gave_way_end_with_the_tokens_they_have_alone_or_with_a_refusal(pair):
+    names, port = list(PROMPTS), free_port()
+    pair.decode.stop()
+    pair.decode.start(*LIMITS, "--telemetry.metrics_port", str(port))
+    async with pair.client() as client:
+        alone = await run_at_once(client, "few", names[:3]) | await run_at_once(client, "few", names[3:])
+        assert metrics(port).get('baton_preemptions_total{how="swap"}', 0) == 0
+        assert await run_at_once(client, "crowd", names) == alone
+        seen = metrics(port)
+        assert seen['baton_preemptions_total{how="swap"}'] >= 1
+        assert seen['baton_preemptions_total{how="shed"}'] == 0
+        assert seen['baton_swapped_blocks_total{way="out"}'] == seen['baton_swapped_blocks_total{way="in"}'] > 0
+        await client.assert_all_free()
+    pair.decode.stop()
+    pair.decode.start(*LIMITS, "--swap_bytes", "0")
+    async with pair.client() as client:
+        crowd = await run_at_once(client, "shed", names)
+        shed = [name for name in names if isinstance(crowd[name], BaseException)]
+        assert 1 <= len(shed) <= 3
+        for name in shed:
+            failure = crowd.pop(name)
+            assert isinstance(failure, grpc.aio.AioRpcError)
+            assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "swap space" in failure.details()
+        assert crowd == {name: alone[name] for name in crowd}
+        await client.assert_all_free()
+    pair.decode.stop()
+
+
+async def test_a_slow_reader_gives_way_to_those_who_read_and_loses_nothing(pair):
+    async with pair.client() as client:
+        slow = (await client.generate("slow-alone", [3, 1, 4, 1, 5], max_tokens=1500)).tokens
+        async with unread(client, "slow") as call:
+            await client.eventually(lambda: is_parked(client))
+            others = await asyncio.gather(
+                *(client.generate(f"quick-{index}", [3 + index, 1, 4, 1, 5], max_tokens=1300) for index in range(2))
+            )
+            assert others[0].tokens == slow[:1300]
+            tokens = []
+            async for event in call:
+                tokens += event.tokens.ids
+        assert tokens == slow[1:]
+        await client.assert_all_free()
+
+
+class Prefilling:
+    """A copier that computes what a prefill worker would hand over."""
+
+    def __init__(self, executor: TorchExecutor, prompts: dict[str, list[int]]) -> None:
+        self._executor = executor
+        self._prompts = prompts
+        self._done: list[CopyDone] = []
+
+    def start(self, attempt_id, kv, block_ids):
+        self.first_token(attempt_id, list(block_ids))
+        self._done.append(CopyDone(attempt_id=attempt_id, result=ReadResult(transport="shm", num_bytes=1, copy_s=0.0)))
+
+    def first_token(self, attempt_id: str, block_ids: list[int]) -> int:
+        piece = SequenceSlice(
+            attempt_id=attempt_id,
+            token_ids=self._prompts[attempt_id],
+            start_position=0,
+            block_table=block_ids,
+            sampling=SamplingParams(temperature=0.0),
+        )
+        (token,) = self._executor.execute(BatchPlan(slices=[piece])).tokens
+        assert token is not None
+        return token
+
+    @property
+    def has_done(self):
+        return bool(self._done)
+
+    def take_done(self):
+        done, self._done = self._done, []
+        return done
+
+
+def generate(folder: Path, num_blocks: int, prompts: dict[str, list[int]]) -> tuple[dict[str, list[int]], int]:
+    """Greedy tokens of the real model, and how often somebody gave way."""
+    layout = DecoderConfig.from_folder(folder).kv_layout(16, "bfloat16")
+    pool = KVPool(layout, num_blocks)
+    executor = TorchExecutor.from_folder(folder, pool=pool)
+    copier = Prefilling(executor, prompts)
+    firsts = {name: copier.first_token(name, [0, 1, 2]) for name in prompts}
+    woken = threading.Event()
+    swapper = ThreadSwapper(SwapSpace(pool, 64), woken.set)
+    rooms = Rooms(pool=BlockPool(num_blocks, 16), swap=BlockPool(64, 16), swapper=swapper)
+    core = DecodeCore(rooms, 8, copier, SystemClock())
+    loop = EngineLoop(core, executor, SystemClock())
+    commands = [
+        Accept(
+            attempt_id=name,
+            kv=KVDescriptor(
+                lease_id=name,
+                lease_slot=0,
+                generation=1,
+                worker_id="p",
+                incarnation="i",
+                address="127.0.0.1:1",
+                block_ids=tuple(range(layout.blocks_for(len(prompt)))),
+                num_tokens=len(prompt),
+                lease_s=5.0,
+            ),
+            first_token_id=firsts[name],
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopRule(max_tokens=24, stop_token_ids=frozenset()),
+        )
+        for name, prompt in prompts.items()
+    ]
+    batches = []
+    loop.turn(commands, list, batches.append)
+    while not core.stats.is_idle:
+        loop.turn([], list, batches.append)
+    swapper.close()
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    for event in (event for batch in batches for event in batch.events):
+        assert not isinstance(getattr(event, "error", None), ServingError)
+        if isinstance(event, Token):
+            tokens[event.attempt_id].append(event.token_id)
+    return tokens, core.stats.preemptions.num_swapped
+
+
+def test_the_real_model_says_the_same_with_few_blocks_as_with_many(model_folder):
+    prompts = {f"a{index}": list(range(100 * index + 5, 100 * index + 17 + 7 * index)) for index in range(3)}
+    plenty, never = generate(model_folder, 32, prompts)
+    starved, often = generate(model_folder, 6, prompts)
+    assert starved == plenty
+    assert all(len(each) == 23 for each in plenty.values())
+    assert (never, often >= 1) == (0, True)
