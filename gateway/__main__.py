@@ -73,7 +73,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             tokenizer, num_threads=settings.limits.tokenizer_threads, max_pending=settings.limits.max_pending_texts
         )
         stack.callback(pool.close)
-        router = Router(model.fingerprint)
+        router = Router(model.fingerprint, reserved_output_share=settings.limits.reserved_output_share)
         classes = settings.queue.queue_classes
         queue = AdmissionQueue(
             connection,

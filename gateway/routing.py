@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Routes requests for one model to workers that run exactly it."""
+    """Routes requests for one model to workers that run exactly it.
 
-    def __init__(self, fingerprint: ModelFingerprint) -> None:
+    `reserved_output_share`, above 0 and up to 1: how much of its longest output a request has decode blocks reserved
+    for. Below 1 the workers are overcommitted, and preempt when outputs are longer than that.
+    """
+
+    def __init__(self, fingerprint: ModelFingerprint, *, reserved_output_share: float = 1.0) -> None:
         self._fingerprint = fingerprint
+        self._share = reserved_output_share
 
     def choose_route(self, ticket: Ticket, views: Sequence[WorkerView]) -> Route | None:
         """The least loaded pair with credit for the ticket; None when there is none now.
@@ -30,14 +35,16 @@ class Router:
         one whose blocks are least taken.
 
         A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot and blocks for
-        prompt and output: what it reserves when it takes the sequence over. Ties go to a pair on one host, where
+        the prompt and the reserved share of the output. Ties go to a pair on one host, where
         the handover is cheapest, then to prefill workers by lot, so that all caches fill, and to decode workers by
         name; the lot is the ticket's, so that every gateway decides alike. Lives of workers that the ticket avoids are
         left out. Takes time in proportion to the number of workers, not of pairs: the sides are chosen apart.
         """
         best: tuple[_Rank, WorkerView, WorkerView] | None = None
         for prefills, decodes in self._sides([view for view in views if view.record.incarnation not in ticket.avoids]):
-            least = _best_pair(ticket, _least_loaded(prefills, ticket), _least_loaded(decodes, ticket))
+            least = _best_pair(
+                ticket, _least_loaded(prefills, ticket, self._share), _least_loaded(decodes, ticket, self._share)
+            )
             if least is not None and (best is None or least[0] < best[0]):
                 best = least
         if best is None:
@@ -46,8 +53,8 @@ class Router:
         return Route(
             prefill_id=prefill.record.worker_id,
             decode_id=decode.record.worker_id,
-            prefill_blocks=_blocks_of(prefill, ticket),
-            decode_blocks=_blocks_of(decode, ticket),
+            prefill_blocks=_blocks_of(prefill, ticket, self._share),
+            decode_blocks=_blocks_of(decode, ticket, self._share),
             prefill_tokens=ticket.uncached_tokens(prefill.record),
         )
 
@@ -104,27 +111,27 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _blocks_of(view: WorkerView, ticket: Ticket) -> int:
-    """What a grant takes of a worker: the prompt's blocks, and on the decode side those of all output too."""
-    num_tokens = ticket.prompt_tokens + (ticket.max_tokens if view.record.role is WorkerRole.DECODE else 0)
-    return blocks_for(num_tokens, view.record.block_size)
+def _blocks_of(view: WorkerView, ticket: Ticket, share: float) -> int:
+    """What a grant takes of a worker: the prompt's blocks, and on the decode side those of a share of the output."""
+    num_output = math.ceil(ticket.max_tokens * share) if view.record.role is WorkerRole.DECODE else 0
+    return blocks_for(ticket.prompt_tokens + num_output, view.record.block_size)
 
 
-def _has_credit(view: WorkerView, ticket: Ticket) -> bool:
+def _has_credit(view: WorkerView, ticket: Ticket, share: float) -> bool:
     return (
         view.free_seqs >= 1
-        and view.free_blocks >= _blocks_of(view, ticket)
+        and view.free_blocks >= _blocks_of(view, ticket, share)
         and ticket.prompt_tokens + ticket.max_tokens <= view.record.max_context_tokens
     )
 
 
-def _least_loaded(views: Iterable[WorkerView], ticket: Ticket) -> tuple[_Load, list[WorkerView]]:
+def _least_loaded(views: Iterable[WorkerView], ticket: Ticket, share: float) -> tuple[_Load, list[WorkerView]]:
     """Of the workers with credit those with the least load, and that load: of work or of memory, then of sequences."""
     least: _Load = (math.inf, math.inf)
     found: list[WorkerView] = []
     for view in views:
         load = (_work_or_memory(view, ticket), view.granted_seqs / max(1, view.record.max_num_seqs))
-        if load <= least and _has_credit(view, ticket):
+        if load <= least and _has_credit(view, ticket, share):
             if load < least:
                 least, found = load, []
             found.append(view)

@@ -141,8 +141,8 @@ class LimitSettings(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Share of max_tokens that a request reserves blocks for on a decode worker. Below 1 more run at a time,"
-        " and sequences give way to each other when answers are longer than that",
+        description="Share of max_tokens that a request has blocks reserved for on a decode worker. Below 1 more run at"
+        " a time, and give way to each other when their answers are longer than that",
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that tokenize")
     max_pending_texts: int = Field(

@@ -49,8 +49,8 @@ class Deployment:
         """
         prefill, decode = PrefillWorkerSettings.load(flags), DecodeWorkerSettings.load(flags)
         return cls(
-            prefill=_plan(WorkerRole.PREFILL, prefill, memory),
-            decode=_plan(WorkerRole.DECODE, decode, memory),
+            prefill=_plan(WorkerRole.PREFILL, prefill, memory, swap_bytes=0),
+            decode=_plan(WorkerRole.DECODE, decode, memory, swap_bytes=decode.swap_bytes),
         )
 
     @property
@@ -130,7 +130,7 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
     )
 
 
-def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None) -> MemoryPlan:
+def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None, *, swap_bytes: int) -> MemoryPlan:
     engine = settings.engine
     on_cpu = engine.device == "cpu"
     config = DecoderConfig.from_folder(settings.model.path)
@@ -152,6 +152,7 @@ def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None) -> Mem
         engine=engine,
         max_context_tokens=settings.model.max_context_tokens,
         by_kernels=on_cpu and compiler() is not None,
+        swap_bytes=swap_bytes,
     )
     return MemoryPlan.make(needs, limit)
 
@@ -169,6 +170,7 @@ def _rows(deployment: Deployment, lengths: Lengths) -> list[tuple[str, ...]]:
         ("memory", *(gib(plan.memory.usable_bytes) for plan in plans)),
         ("weights", *(gib(plan.weight_bytes) for plan in plans)),
         ("largest step", *(gib(plan.step_bytes) for plan in plans)),
+        ("swap space", *(gib(plan.swap_bytes) for plan in plans)),
         ("processes", *(gib(plan.process_bytes) for plan in plans)),
         ("room for KV blocks", *(gib(max(0, plan.largest_kv_bytes)) for plan in plans)),
         ("KV pool", *(gib(max(0, plan.kv_bytes)) for plan in plans)),

@@ -100,6 +100,7 @@ def test_this_machine_and_the_workers_own_settings_are_what_counts_by_default(co
     assert plan["block_size"] == 32
     assert (plan["prefill_worker"]["max_sequences"], plan["decode_worker"]["max_sequences"]) == (32, 7)
     assert plan["prefill_worker"]["memory_bytes"] > 1 << 28
+    assert (plan["prefill_worker"]["swap_bytes"], plan["decode_worker"]["swap_bytes"]) == (0, 256 << 20)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,16 @@ def test_a_route_takes_blocks_for_the_prompt_and_for_all() -> None:
     assert ROUTER.choose_route(TICKET, [view("p1"), view("d1")]) == expected
 
 
+@pytest.mark.parametrize(("share", "blocks"), [(0.01, 3), (0.5, 4), (0.48, 3), (1.0, 4)])
+def test_of_the_output_a_share_is_reserved_and_may_not_exceed_the_context(share: float, blocks: int) -> None:
+    router = Router(OURS, reserved_output_share=share)  # 33 + 31 tokens
+    route = router.choose_route(TICKET, [view("p1"), view("d1", num_blocks=blocks)])
+    assert route is not None
+    assert (route.prefill_blocks, route.decode_blocks) == (3, blocks)
+    assert router.choose_route(TICKET, [view("p1"), view("d1", num_blocks=blocks - 1)]) is None
+    assert router.choose_route(TICKET, [view("p1"), view("d1", max_context_tokens=63)]) is None
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
