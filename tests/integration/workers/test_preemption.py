@@ -9,6 +9,8 @@ import urllib.request
 from typing import TYPE_CHECKING
 
 import grpc
+import pytest
+import torch
 
 from baton.core.clock import SystemClock
 from baton.core.errors import ServingError
@@ -25,12 +27,11 @@ from decode_worker.swapper import ThreadSwapper
 from kv_transfer.descriptor import KVDescriptor
 from kv_transfer.swap import SwapSpace
 from kv_transfer.transport import ReadResult
+from tests.integration.workers.conftest import start
 from tests.integration.workers.test_slow_reader import is_parked, unread
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.integration.workers.harness import Client
+    from tests.integration.workers.harness import Client, Pair
 
 PROMPTS = {f"a{index}": [3 + index, 1, 4, 1, 5] for index in range(6)}
 # The pool has 2,720 positions: three of them fit, six do not.
@@ -63,36 +64,43 @@ def metrics(port: int) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
-async def test_sequences_that_gave_way_end_with_the_tokens_they_have_alone_or_with_a_refusal(pair):
-    names, port = list(PROMPTS), free_port()
-    pair.decode.stop()
-    pair.decode.start(*LIMITS, "--telemetry.metrics_port", str(port))
+@pytest.fixture(scope="module")
+def crowded(module_pair: Pair) -> tuple[Pair, int]:
+    """Both workers running, and the port of the decode worker's metrics."""
+    port = free_port()
+    start(module_pair.prefill)
+    module_pair.decode.start(*LIMITS, "--telemetry.metrics_port", str(port))
+    return module_pair, port
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[int]]:
+    """The tokens of each prompt, once they were generated."""
+    return {}
+
+
+async def learn(client: Client, known: dict[str, list[int]]) -> None:
+    """Generates what is not known with as many sequences at a time as have room."""
+    names = [name for name in PROMPTS if name not in known]
+    for some in (names[:3], names[3:]):
+        known |= await run_at_once(client, "few", some)
+
+
+async def test_sequences_that_gave_way_end_with_the_tokens_they_have_alone(crowded, known):
+    pair, port = crowded
     async with pair.client() as client:
-        alone = await run_at_once(client, "few", names[:3]) | await run_at_once(client, "few", names[3:])
+        await learn(client, known)
         assert metrics(port).get('baton_preemptions_total{how="swap"}', 0) == 0
-        assert await run_at_once(client, "crowd", names) == alone
+        assert await run_at_once(client, "crowd", list(PROMPTS)) == known
         seen = metrics(port)
         assert seen['baton_preemptions_total{how="swap"}'] >= 1
         assert seen['baton_preemptions_total{how="shed"}'] == 0
         assert seen['baton_swapped_blocks_total{way="out"}'] == seen['baton_swapped_blocks_total{way="in"}'] > 0
         await client.assert_all_free()
-    pair.decode.stop()
-    pair.decode.start(*LIMITS, "--swap_bytes", "0")
-    async with pair.client() as client:
-        crowd = await run_at_once(client, "shed", names)
-        shed = [name for name in names if isinstance(crowd[name], BaseException)]
-        assert 1 <= len(shed) <= 3
-        for name in shed:
-            failure = crowd.pop(name)
-            assert isinstance(failure, grpc.aio.AioRpcError)
-            assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "swap space" in failure.details()
-        assert crowd == {name: alone[name] for name in crowd}
-        await client.assert_all_free()
-    pair.decode.stop()
 
 
-async def test_a_slow_reader_gives_way_to_those_who_read_and_loses_nothing(pair):
+async def test_a_slow_reader_gives_way_to_those_who_read_and_loses_nothing(crowded):
+    pair, _ = crowded
     async with pair.client() as client:
         slow = (await client.generate("slow-alone", [3, 1, 4, 1, 5], max_tokens=1500)).tokens
         async with unread(client, "slow") as call:
@@ -105,6 +113,24 @@ async def test_a_slow_reader_gives_way_to_those_who_read_and_loses_nothing(pair)
             async for event in call:
                 tokens += event.tokens.ids
         assert tokens == slow[1:]
+        await client.assert_all_free()
+
+
+async def test_without_swap_space_some_are_refused_and_the_others_go_on(crowded, known):
+    pair, _ = crowded
+    pair.decode.stop()
+    pair.decode.start(*LIMITS, "--swap_bytes", "0")
+    async with pair.client() as client:
+        await learn(client, known)
+        crowd = await run_at_once(client, "shed", list(PROMPTS))
+        shed = [name for name in PROMPTS if isinstance(crowd[name], BaseException)]
+        assert 1 <= len(shed) <= 3
+        for name in shed:
+            failure = crowd.pop(name)
+            assert isinstance(failure, grpc.aio.AioRpcError)
+            assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "swap space" in failure.details()
+        assert crowd == {name: known[name] for name in crowd}
         await client.assert_all_free()
 
 
@@ -141,11 +167,11 @@ class Prefilling:
         return done
 
 
-def generate(folder: Path, num_blocks: int, prompts: dict[str, list[int]]) -> tuple[dict[str, list[int]], int]:
-    """Greedy tokens of the real model, and how often somebody gave way."""
-    layout = DecoderConfig.from_folder(folder).kv_layout(16, "bfloat16")
-    pool = KVPool(layout, num_blocks)
-    executor = TorchExecutor.from_folder(folder, pool=pool)
+def generate(
+    executor: TorchExecutor, pool: KVPool, num_blocks: int, prompts: dict[str, list[int]]
+) -> tuple[dict[str, list[int]], int]:
+    """Greedy tokens with so many of the pool's blocks, and how often somebody gave way."""
+    layout = pool.layout
     copier = Prefilling(executor, prompts)
     firsts = {name: copier.first_token(name, [0, 1, 2]) for name in prompts}
     woken = threading.Event()
@@ -169,7 +195,7 @@ def generate(folder: Path, num_blocks: int, prompts: dict[str, list[int]]) -> tu
             ),
             first_token_id=firsts[name],
             sampling=SamplingParams(temperature=0.0),
-            stop=StopRule(max_tokens=24, stop_token_ids=frozenset()),
+            stop=StopRule(max_tokens=30, stop_token_ids=frozenset()),
         )
         for name, prompt in prompts.items()
     ]
@@ -186,10 +212,23 @@ def generate(folder: Path, num_blocks: int, prompts: dict[str, list[int]]) -> tu
     return tokens, core.stats.preemptions.num_swapped
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two that compute one step wait for each other for long where other processes compute too."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_real_model_says_the_same_with_few_blocks_as_with_many(model_folder):
-    prompts = {f"a{index}": list(range(100 * index + 5, 100 * index + 17 + 7 * index)) for index in range(3)}
-    plenty, never = generate(model_folder, 32, prompts)
-    starved, often = generate(model_folder, 6, prompts)
+    prompts = {f"a{index}": list(range(100 * index + 5, 100 * index + 16 + index)) for index in range(4)}
+    layout = DecoderConfig.from_folder(model_folder).kv_layout(16, "bfloat16")
+    pool = KVPool(layout, 32)
+    executor = TorchExecutor.from_folder(model_folder, pool=pool)
+    plenty, never = generate(executor, pool, 32, prompts)
+    starved, often = generate(executor, pool, 6, prompts)
     assert starved == plenty
-    assert all(len(each) == 23 for each in plenty.values())
+    assert all(len(each) == 29 for each in plenty.values())
     assert (never, often >= 1) == (0, True)
