@@ -31,6 +31,8 @@ from tests.integration.workers.conftest import start
 from tests.integration.workers.test_slow_reader import is_parked, unread
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.integration.workers.harness import Client, Pair
 
 PROMPTS = {f"a{index}": [3 + index, 1, 4, 1, 5] for index in range(6)}
