@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Most nuclei are far smaller than the vocabulary, and finding the largest few is far cheaper than sorting it.
 NUCLEUS_CANDIDATES = 1024
+# Logits that are searched for the position of the largest.
+SPAN = 256
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,7 +40,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     Filters apply in the order temperature, top-k, top-p, min-p. Greedy rows take the largest logit, the lowest id
     among equals. Blocks until the tokens are known. InternalError when a row has no finite maximum.
     """
-    best, greedy = logits.max(dim=-1)
+    best, greedy = _largest(logits)
     if not bool(best.isfinite().all()):
         raise InternalError("the model's logits are not finite")
     tokens: list[int] = greedy.tolist()
@@ -49,6 +51,22 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return tokens
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest logit, NaN where there is one, and its lowest id."""
+    vocab_size = logits.shape[1]
+    num_spans = vocab_size // SPAN
+    if num_spans < 2 or logits.device.type != "cpu":
+        return logits.max(dim=-1)
+    # On a CPU PyTorch finds a maximum several times faster than its position: so the position is sought in one span.
+    spans = logits[:, : num_spans * SPAN].view(-1, num_spans, SPAN).amax(dim=-1)
+    if num_spans * SPAN < vocab_size:
+        spans = torch.cat((spans, logits[:, num_spans * SPAN :].amax(dim=-1, keepdim=True)), dim=1)
+    ids = spans.argmax(dim=-1, keepdim=True) * SPAN + torch.arange(SPAN)
+    ids.clamp_(max=vocab_size - 1)
+    best, within = logits.gather(1, ids).max(dim=-1)
+    return best, ids.gather(1, within[:, None])[:, 0]
 
 
 def _mix(value: int) -> int:

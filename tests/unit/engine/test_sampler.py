@@ -29,12 +29,23 @@ def test_greedy_takes_the_largest():
     assert sample(logits, [GREEDY, GREEDY], [1, 2]) == [1, 0]
 
 
-@pytest.mark.parametrize("vocab_size", [7, 49152])
+@pytest.mark.parametrize("vocab_size", [7, 255, 512, 1000, 49152])
 def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
     logits = torch.zeros(3, vocab_size)
     logits[1, 3:] = 1.0
     logits[2, [2, vocab_size - 1]] = 1.0
     assert sample(logits, [GREEDY] * 3, [0, 0, 0]) == [0, 3, 2]
+
+
+@pytest.mark.parametrize("vocab_size", [256, 511, 512, 513, 1000])
+def test_greedy_finds_the_largest_wherever_it_is(vocab_size):
+    """In every position, in a vocabulary that is no multiple of what is searched at a time, with equals after it."""
+    places = range(vocab_size)
+    logits = torch.randn(vocab_size, vocab_size)
+    logits[places, places] = 9.0
+    for row in places:
+        logits[row, row + 1 :: 100] = 9.0
+    assert sample(logits, [GREEDY] * vocab_size, [0] * vocab_size) == list(places)
 
 
 def test_the_distribution_is_that_of_the_logits():
@@ -152,8 +163,9 @@ def test_the_uniform_stays_the_same_for_ever():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error(bad):
-    logits = torch.zeros(2, 9)
+@pytest.mark.parametrize("vocab_size", [9, 1000])
+def test_logits_that_are_not_finite_are_an_error(bad, vocab_size):
+    logits = torch.zeros(2, vocab_size)
     logits[1, 4] = bad
     with pytest.raises(InternalError, match="not finite"):
         sample(logits, [GREEDY, GREEDY], [0, 0])
