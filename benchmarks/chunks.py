@@ -1,7 +1,7 @@
 """Prefill chunks by where they stand: `python -m benchmarks.chunks [--quick]`.
 
-Processor time of one chunk at several start positions, with the project's attention kernel and with PyTorch's, in turn
-on the same weights and pool; the best of each counts.
+Processor time of one chunk at several start positions, with the project's kernels and by PyTorch alone, in turn on
+the same weights and pool; the best of each counts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ OUT = Path("benchmarks/out/chunks.json")
 BLOCK_SIZE = 16
 # More than the caches hold; longer contexts see blocks several times, contents do not matter.
 NUM_BLOCKS = 1024
-SIZES = (128, 512)
+SIZES = (64, 128, 512)
 STARTS = (0, 2_000, 7_500, 30_000)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBench:
-    """The same model twice, `kernel` with the project's attention, and the pool that both write to."""
+    """The same model twice, `kernel` with the project's kernels, and the pool that both write to."""
 
     kernel: DecoderModel
     torch: DecoderModel
@@ -79,7 +79,7 @@ class ChunkBench:
             value=num_tokens / ours,
             unit="tokens/s",
             n=rounds,
-            peer="PyTorch's attention",
+            peer="PyTorch",
             peer_value=num_tokens / theirs,
             note="of processor time",
         )
