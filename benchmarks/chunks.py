@@ -56,7 +56,7 @@ class ChunkBench:
             raise StartupError("no C compiler: there is no kernel to measure")
         config, dtype = DecoderConfig.from_folder(folder), resolve_dtype("auto", "cpu")
         weights = DecoderWeights.from_folder(folder, config, WeightForm(dtype=torch_dtype(dtype)))
-        kernels = ChunkKernels(config, library)
+        kernels = ChunkKernels(config, library, num_threads=num_threads)
         pool = KVPool(config.kv_layout(BLOCK_SIZE, dtype), NUM_BLOCKS)
         pool.tensor.normal_()
         return cls(DecoderModel(config, weights, kernels=kernels), DecoderModel(config, weights), pool)

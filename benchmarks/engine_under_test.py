@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from baton.engine.model_config import DecoderConfig
 from baton.engine.torch_executor import TorchExecutor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 BLOCK_SIZE = 16
@@ -30,12 +31,13 @@ class BatonEngine:
         pool = KVPool(self.config.kv_layout(BLOCK_SIZE, dtype), num_blocks)
         self._executor = TorchExecutor.from_folder(folder, pool=pool)
         self._num_blocks = num_blocks
+        self._has_own_products = self._executor.model.has_own_products
 
     def prefill(self, num_tokens: int) -> None:
         """One prompt in one chunk."""
         token_ids = [100 + index % 1000 for index in range(num_tokens)]
         table = range(-(-num_tokens // BLOCK_SIZE))
-        self._executor.execute(BatchPlan(slices=[_slice("prompt", token_ids, 0, table)]))
+        self._execute([_slice("prompt", token_ids, 0, table)])
 
     def decode_step(self, num_seqs: int, context_tokens: int) -> None:
         """One token for each of `num_seqs` sequences that have `context_tokens` tokens each.
@@ -47,7 +49,11 @@ class BatonEngine:
         assert stride > 0, "the pool is too small"
         tables = [[(row * per_sequence + index) * stride for index in range(per_sequence)] for row in range(num_seqs)]
         slices = [_slice(str(row), [100 + row], context_tokens, table) for row, table in enumerate(tables)]
-        self._executor.execute(BatchPlan(slices=slices))
+        self._execute(slices)
+
+    def _execute(self, slices: list[SequenceSlice]) -> None:
+        with _pytorch_out_of_the_way() if self._has_own_products else nullcontext():
+            self._executor.execute(BatchPlan(slices=slices))
 
 
 class TransformersModel:
@@ -87,6 +93,20 @@ class TransformersModel:
                 stopping_criteria=StoppingCriteriaList([Note()]),
             )
         return [later - earlier for earlier, later in pairwise(times_s)]
+
+
+@contextmanager
+def _pytorch_out_of_the_way() -> Iterator[None]:
+    """PyTorch's threads spin after each operation, on the cores of the kernels' threads.
+
+    An engine process has them sleep (OMP_WAIT_POLICY), which would slow transformers down; so here they stay away.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _slice(name: str, token_ids: Sequence[int], start: int, table: Sequence[int]) -> SequenceSlice:

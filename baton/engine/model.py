@@ -50,6 +50,16 @@ class DecoderModel:
         self._products = kernels if self._dtype == torch.float32 else None
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
 
+    @property
+    def has_own_products(self) -> bool:
+        """Whether the linear layers are the kernels', with threads of their own."""
+        return self._products is not None
+
+    def use_threads(self, num_threads: int) -> None:
+        """Has the kernels compute with so many threads; PyTorch's are the process's."""
+        if self._kernels is not None:
+            self._kernels.use_threads(num_threads)
+
     def forward(self, plan: BatchPlan, pool: KVPool) -> torch.Tensor:
         """Computes the step, writes its keys and values into the pool, and returns logits.
 

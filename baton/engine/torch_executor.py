@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class TorchExecutor:
     """Runs steps of a decoder over a pool. Implements `Executor`; used from one thread, keeps no sequence state.
 
-    With a `decoder`, slices of one token go to it, and only longer ones to PyTorch. Without `cores` the number of
-    threads is the process's (`torch.set_num_threads`).
+    With a `decoder`, slices of one token go to it. Computes with as many threads as `cores` gives, or without it with
+    those that PyTorch had when this was made.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class TorchExecutor:
         decoder: NativeDecoder | None = None,
         cores: CoreShare | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._cores = cores
+        self._num_threads = torch.get_num_threads()
         self._decoder = decoder
         self._pool = pool
         self.layout: KVLayout = pool.layout
@@ -86,10 +87,12 @@ class TorchExecutor:
         library = build() if pool.device.type == "cpu" else None
         if library is None:
             return cls(DecoderModel(config, weights, group), pool, cores=cores)
-        model = DecoderModel(config, weights, group, kernels=ChunkKernels(config, library))
+        num_threads = torch.get_num_threads()
+        kernels = ChunkKernels(config, library, num_threads=num_threads)
+        model = DecoderModel(config, weights, group, kernels=kernels)
         if group is not None:
             return cls(model, pool, cores=cores)
-        decoder = NativeDecoder(model, pool, library=library, num_threads=torch.get_num_threads())
+        decoder = NativeDecoder(model, pool, library=library, num_threads=num_threads)
         return cls(model, pool, decoder, cores)
 
     def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
@@ -128,8 +131,10 @@ class TorchExecutor:
         if self._cores is None:
             return
         num_threads = self._cores.take()
-        if num_threads != torch.get_num_threads():
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
             torch.set_num_threads(num_threads)
+            self.model.use_threads(num_threads)
             if self._decoder is not None:
                 self._decoder.use_threads(num_threads)
 
@@ -175,20 +180,20 @@ class TorchExecutor:
             self._take_cores()
 
         # On a GPU the layers are only enqueued here: what ran in a pause would run behind all of them.
-        hidden = self._model.hidden(plan, self._pool, between_layers if self._pool.device.type == "cpu" else None)
+        hidden = self.model.hidden(plan, self._pool, between_layers if self._pool.device.type == "cpu" else None)
         start = 0
         for piece in plan.slices:
             if piece.scored is not None:
                 scores[piece.attempt_id] = self._score(hidden[start : start + len(piece.token_ids)], piece.scored)
             start += len(piece.token_ids)
-        return self._model.sampled_logits(hidden, plan)
+        return self.model.sampled_logits(hidden, plan)
 
     def _score(self, hidden: torch.Tensor, scored: ScoredIds) -> list[TokenLogprobs]:
         """In parts: the logits of a whole chunk are large."""
         logprobs: list[TokenLogprobs] = []
         for first in range(0, len(scored.token_ids), SCORED_ROWS):
             token_ids = scored.token_ids[first : first + SCORED_ROWS]
-            logits = self._model.logits(hidden[first : first + len(token_ids)])
+            logits = self.model.logits(hidden[first : first + len(token_ids)])
             logprobs += logprobs_of(logits, token_ids, [scored.top] * len(token_ids))
         return logprobs
 

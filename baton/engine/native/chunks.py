@@ -64,11 +64,12 @@ _PLAIN, _NORMED, _GATED = 0, 1, 2
 class ChunkKernels:
     """The kernels, their scratch memory and their threads, for one model.
 
-    Keep nothing from one call to the next, so steps may be run in turn, layer by layer. Used from one thread; computes
-    with as many threads as PyTorch does at the moment, whose helpers sleep between calls. StartupError without memory.
+    Keep nothing from one call to the next, so steps may be run in turn, layer by layer. Used from one thread; their
+    own `num_threads - 1` helpers sleep between calls. StartupError without memory.
     """
 
-    def __init__(self, config: DecoderConfig, library: Path) -> None:
+    def __init__(self, config: DecoderConfig, library: Path, *, num_threads: int) -> None:
+        self._num_threads = num_threads
         self._library = ctypes.CDLL(str(library))
         create, destroy = self._library.baton_chunks_create, self._library.baton_chunks_destroy
         create.argtypes, create.restype = [c_int64, c_int64], c_void_p
@@ -83,13 +84,17 @@ class ChunkKernels:
             raise StartupError("no memory for the prefill kernels")
         weakref.finalize(self, destroy, self._handle)
 
+    def use_threads(self, num_threads: int) -> None:
+        """Computes with so many threads from now on."""
+        self._num_threads = num_threads
+
     def plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> ChunkPlan:
         """A step's attention in the layers that share one window. The step must fit (`BatchPlan.assert_fits`)."""
         return ChunkPlan(self, self._shared, plan, pool, window)
 
     def attend(self, attention: _Attention) -> None:
         """Blocks; releases the interpreter's lock meanwhile. MemoryError, with nothing done, without scratch."""
-        if not self._attend(self._handle, ctypes.byref(attention), torch.get_num_threads()):
+        if not self._attend(self._handle, ctypes.byref(attention), self._num_threads):
             raise MemoryError("scratch of the attention kernel")
 
     def linear(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +133,7 @@ class ChunkKernels:
             epsilon=self._epsilon,
             y=output.data_ptr(),
         )
-        if not self._multiply(self._handle, ctypes.byref(product), torch.get_num_threads()):
+        if not self._multiply(self._handle, ctypes.byref(product), self._num_threads):
             raise MemoryError("scratch of a linear layer")
         return output
 

@@ -26,7 +26,6 @@ from tests.integration.engine import families
 from tests.integration.engine.sequences import Sequence, step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
@@ -47,13 +46,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
     path = tmp_path_factory.mktemp("llama")
     families.save_model("llama", path)
     return DecoderConfig.from_folder(path)
-
-
-@pytest.fixture
-def torch_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def heads(config: DecoderConfig, num_heads: int, num_kv_heads: int, head_dim: int) -> DecoderConfig:
@@ -136,7 +128,7 @@ def test_attention_equals_that_of_torch(
     config = heads(config, *shape)
     pool = noisy_pool(config, 120, dtype=dtype)
     plan = chunks(pool, *SPANS)
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     for layer in range(NUM_LAYERS):
         torch.testing.assert_close(
             computed(kernel, plan, config, pool, window=window, layer=layer),
@@ -155,7 +147,7 @@ def test_so_does_that_of_the_smallest_instruction_set(config: DecoderConfig, dty
     config = heads(config, 6, 2, 20)
     pool = noisy_pool(config, 120, dtype=dtype)
     plan = chunks(pool, *SPANS)
-    kernel = ChunkKernels(config, library)
+    kernel = ChunkKernels(config, library, num_threads=2)
     for window in (None, 60):
         mixed = computed(kernel, plan, config, pool, window=window)
         torch.testing.assert_close(mixed, expected(plan, config, pool, window=window), rtol=0.0, atol=3e-6)
@@ -166,7 +158,7 @@ def test_any_block_size_will_do(config: DecoderConfig, native_library: Path, blo
     config = heads(config, 6, 2, 16)
     pool = noisy_pool(config, 1600 // block_size, block_size=block_size)
     plan = chunks(pool, (0, 150), (131, 60))
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     mixed = computed(kernel, plan, config, pool)
     torch.testing.assert_close(mixed, expected(plan, config, pool), rtol=0.0, atol=3e-6)
 
@@ -175,7 +167,7 @@ def test_more_query_heads_than_a_tile_has_rows_share_a_kv_head(config: DecoderCo
     config = heads(config, 200, 1, 8)
     pool = noisy_pool(config, 20)
     plan = chunks(pool, (130, 5))
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     mixed = computed(kernel, plan, config, pool)
     torch.testing.assert_close(mixed, expected(plan, config, pool), rtol=0.0, atol=3e-6)
 
@@ -185,7 +177,7 @@ def test_long_contexts_lose_no_accuracy(config: DecoderConfig, native_library: P
     config = heads(config, 3, 1, 64)
     pool = noisy_pool(config, 2100, dtype=dtype)
     plan = chunks(pool, (32_700, 70))
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     piece = plan.slices[0]
     kept = pool.tensor[list(piece.block_table), 1].double()
     keys, values = kept.transpose(0, 1).flatten(1, 2)[:, : piece.end_position, 0]
@@ -198,16 +190,16 @@ def test_long_contexts_lose_no_accuracy(config: DecoderConfig, native_library: P
 
 @pytest.mark.parametrize("window", [None, 150])
 def test_a_row_has_the_same_bits_in_any_chunk_and_step_on_any_number_of_threads(
-    config: DecoderConfig, native_library: Path, torch_threads: Callable[[int], None], window: int | None
+    config: DecoderConfig, native_library: Path, window: int | None
 ) -> None:
     config = heads(config, 9, 3, 64)
     pool = noisy_pool(config, 120, dtype="bfloat16")
     plan = chunks(pool, *SPANS)
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     whole = computed(kernel, plan, config, pool, window=window)
     queries = queries_of(plan, config)
     for num_threads in (1, 5, 2):
-        torch_threads(num_threads)
+        kernel.use_threads(num_threads)
         assert torch.equal(computed(kernel, plan, config, pool, window=window), whole)
         row = 0
         for piece in plan.slices:
@@ -227,7 +219,7 @@ def test_only_keys_that_are_seen_are_touched(config: DecoderConfig, native_libra
     config = heads(config, 4, 2, 16)
     pool = noisy_pool(config, 40)
     plan = chunks(pool, (70, 9))
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     before = computed(kernel, plan, config, pool, window=window)
     first = 0 if window is None else 70 - window + 1
     seen = torch.zeros(40, 16, dtype=torch.bool)
@@ -241,7 +233,7 @@ def test_a_rank_reads_its_own_heads(config: DecoderConfig, native_library: Path)
     config = heads(config, 9, 3, 16)
     pool = noisy_pool(config, 120)
     plan = chunks(pool, *SPANS)
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     queries = queries_of(plan, config)
     whole = computed(kernel, plan, config, pool).unflatten(1, (3, -1))
     for rank, first, end in ((0, 0, 1), (1, 1, 3)):
@@ -255,7 +247,7 @@ def test_numbers_that_are_none_are_passed_on(config: DecoderConfig, native_libra
     pool = noisy_pool(config, 40)
     plan = chunks(pool, (0, 9))
     pool.tensor[plan.slices[0].block_table[0], 1, :, 3] = torch.nan
-    mixed = computed(ChunkKernels(config, native_library), plan, config, pool)
+    mixed = computed(ChunkKernels(config, native_library, num_threads=2), plan, config, pool)
     assert mixed[:3].isfinite().all()
     assert mixed[3:].isnan().all()
 
@@ -264,7 +256,7 @@ def test_plans_are_run_in_turn(config: DecoderConfig, native_library: Path) -> N
     """As when a short prompt is computed between two layers of a long one."""
     config = heads(config, 6, 2, 16)
     pool = noisy_pool(config, 120)
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     long, short = chunks(pool, (60, 130)), chunks(pool, (0, 30))
     plans = [kernel.plan(each, pool, None) for each in (long, short)]
     for layer in (0, 1):
@@ -278,7 +270,7 @@ def test_a_step_of_every_family_equals_that_of_torch(name: str, native_library: 
     families.save_model(name, tmp_path)
     config = DecoderConfig.from_folder(tmp_path)
     weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     pools = [noisy_pool(config, 400, block_size=4) for _ in range(2)]
     plan = chunks(pools[0], *SPANS[:4])
     expected_hidden = DecoderModel(config, weights).hidden(plan, pools[0])
@@ -292,7 +284,7 @@ def test_chunks_and_single_tokens_give_the_tokens_of_generate(native_library: Pa
     config = DecoderConfig.from_folder(tmp_path)
     weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32))
     pool = noisy_pool(config, 400, block_size=4)
-    model = DecoderModel(config, weights, kernels=ChunkKernels(config, native_library))
+    model = DecoderModel(config, weights, kernels=ChunkKernels(config, native_library, num_threads=2))
     executor = TorchExecutor(model, pool, NativeDecoder(model, pool, library=native_library, num_threads=2))
     prompts = [random.Random(length).choices(range(families.SMALL["vocab_size"]), k=length) for length in (23, 150)]
     sequences = [Sequence(str(i), prompt, list(range(50 * i, 50 * i + 50))) for i, prompt in enumerate(prompts)]
@@ -308,7 +300,7 @@ def test_a_real_model_has_the_logits_of_torch(model_folder: Path, native_library
     config = DecoderConfig.from_folder(model_folder)
     weights = DecoderWeights.from_folder(model_folder, config, WeightForm(dtype=torch.bfloat16))
     pools = [KVPool(config.kv_layout(16, "bfloat16"), 20) for _ in range(2)]
-    kernel = ChunkKernels(config, native_library)
+    kernel = ChunkKernels(config, native_library, num_threads=2)
     models = [DecoderModel(config, weights), DecoderModel(config, weights, kernels=kernel)]
     tokens = random.Random(6).choices(range(config.vocab_size), k=60)
     for start, end in ((0, 40), (40, 60)):

@@ -17,7 +17,7 @@ from baton.engine.weights import Linear, rows_of
 from tests.integration.engine import families
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
@@ -38,14 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 def kernels(config: DecoderConfig) -> ChunkKernels:
     library = build()
     assert library is not None
-    return ChunkKernels(config, library)
-
-
-@pytest.fixture
-def torch_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+    return ChunkKernels(config, library, num_threads=2)
 
 
 def random_linear(out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool = True) -> Linear:
@@ -92,12 +85,12 @@ def test_so_do_those_of_the_smallest_instruction_set(config: DecoderConfig, dtyp
     """Vectors of 4 lanes and no fused multiplication, where the machine's own code has other ones."""
     library = build(machine="-march=x86-64")
     assert library is not None
-    compare(ChunkKernels(config, library), dtype, 13)
+    compare(ChunkKernels(config, library, num_threads=2), dtype, 13)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_beside_any_others_on_any_number_of_threads(
-    kernels: ChunkKernels, torch_threads: Callable[[int], None], dtype: torch.dtype
+    kernels: ChunkKernels, dtype: torch.dtype
 ) -> None:
     """More rows than are packed at a time (384)."""
     layer = random_linear(211, 700, dtype)
@@ -108,10 +101,10 @@ def test_a_row_has_the_same_bits_beside_any_others_on_any_number_of_threads(
         lambda rows: kernels.after_gate(layer, rows),
     )
     for compute in computations:
-        torch_threads(1)
+        kernels.use_threads(1)
         whole = compute(x)
         for num_threads in (5, 2):
-            torch_threads(num_threads)
+            kernels.use_threads(num_threads)
             assert torch.equal(compute(x), whole)
             for first, end in ((0, 1), (383, 385), (390, 401)):
                 assert torch.equal(compute(x[first:end]), whole[first:end])

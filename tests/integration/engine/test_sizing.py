@@ -178,12 +178,12 @@ def piece(name: str, num_tokens: int, start: int, first_block: int = 0) -> Seque
 
 
 def without_kernels(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor._model, "_kernels", None)
-    monkeypatch.setattr(executor._model, "_products", None)
+    monkeypatch.setattr(executor.model, "_kernels", None)
+    monkeypatch.setattr(executor.model, "_products", None)
 
 
 def assert_near(executor: TorchExecutor, shape: StepShape, *slices: SequenceSlice) -> None:
-    computed = step_bytes(executor._model.config, executor.layout, shape, on_cpu=True).with_cache(shape.num_keys)
+    computed = step_bytes(executor.model.config, executor.layout, shape, on_cpu=True).with_cache(shape.num_keys)
     assert LEAST_SHARE * computed <= measured_bytes(executor, *slices) <= computed
 
 
