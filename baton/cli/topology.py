@@ -111,7 +111,7 @@ def _with_model(settings: type[ComponentSettings], launch: Launch) -> list[str]:
 
 def _require_model(folder: Path) -> None:
     """StartupError for a folder that no component could use: here, before they import their libraries to find out."""
-    if not folder.is_dir():
+    if not folder.is_dir() and folder.suffix != ".gguf":
         raise StartupError(f"model.path: {folder} is no folder; `make model` fetches the sample model")
     try:
         weights_fingerprint(folder)

@@ -103,7 +103,7 @@ def refuse_gguf(path: Path) -> None:
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if files and not (path / "config.json").is_file():
         raise StartupError(
-            f"model.path: {files[0]} is a GGUF file, not a model folder: make one of it with "
+            f"{files[0]} is a GGUF file, not a model folder: make one of it with "
             f"python -m baton.engine.convert {files[0]} FOLDER"
         )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-# What a default may lose against float32. Set before the first measurement; docs/performance.md gives the reasons.
+# What a default may lose against float32; see docs/performance.md.
 MAX_PERPLEXITY_INCREASE = 0.01
 MIN_AGREEMENT = 0.95
 
