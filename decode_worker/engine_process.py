@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from baton.rpc.channels import client_options
 from baton.rpc.errors import from_call
 from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
-from baton.worker.start_up import load
+from baton.worker.start_up import RankHost, load
 from decode_worker.copier import ThreadCopier
 from decode_worker.engine_core import DecodeCore, Rooms
 from decode_worker.swapper import ThreadSwapper
@@ -46,20 +47,26 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
     setup_logging(settings.telemetry, "decode_engine")
 
     def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
+        if settings.engine.tensor_parallel_size > 1:
+            return KVPool.in_shared_memory(layout, num_blocks)
         return KVPool(layout, num_blocks, device=settings.engine.device)
 
-    loaded = load(WorkerRole.DECODE, settings, make_pool, swap_bytes=settings.swap_bytes)
-    facts = loaded.facts
     open_reader = ReaderFactory(
         channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
         from_call=from_call,
         max_message_bytes=settings.server.max_message_bytes,
         timeout_s=settings.handover.timeout_s,
     )
-    num_slots = settings.swap_bytes // facts.layout.block_bytes
-    swapper = ThreadSwapper(SwapSpace(loaded.pool, num_slots), channel.wake) if num_slots else None
-    copier = ThreadCopier(PeerReaders(open_reader), loaded.pool, channel.wake)
-    try:
+    with ExitStack() as at_end:
+        host = RankHost(watch=channel.watch, at_end=at_end)
+        loaded = load(WorkerRole.DECODE, settings, make_pool, host, swap_bytes=settings.swap_bytes)
+        facts = loaded.facts
+        num_slots = settings.swap_bytes // facts.layout.block_bytes
+        swapper = ThreadSwapper(SwapSpace(loaded.pool, num_slots), channel.wake) if num_slots else None
+        if swapper is not None:
+            at_end.callback(swapper.close)
+        copier = ThreadCopier(PeerReaders(open_reader), loaded.pool, channel.wake)
+        at_end.callback(copier.close)
         clock = SystemClock()
         rooms = Rooms(
             pool=BlockPool(facts.num_blocks, facts.layout.block_size),
@@ -75,7 +82,3 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
         )
         channel.ready(facts)
         EngineLoop(core, loaded.executor, clock).run(channel)
-    finally:
-        copier.close()
-        if swapper is not None:
-            swapper.close()

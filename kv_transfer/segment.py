@@ -104,6 +104,7 @@ class Segment:
         mapping[: _HEADER_FORMAT.size] = _HEADER_FORMAT.pack(*spec.header())
         self.handle = ShmHandle(segment=path.name, num_blocks=spec.num_blocks)
         self.num_slots = spec.num_slots
+        self.blocks_offset = spec.blocks_offset
         self.blocks, self._words = _split(mapping, spec)
 
     @classmethod
@@ -122,6 +123,10 @@ class Segment:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise StartupError(_does_not_fit(spec, directory)) from error
             raise
+
+    def reopen(self) -> int:
+        """A descriptor for child processes that write blocks too. Not the owner's: it keeps no lock."""
+        return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def store(self, slot: int, word: int) -> None:
         """Sets a slot's fence word. Works on a closed segment too, where nobody new can see it."""

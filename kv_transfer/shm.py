@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.host_memory import SharedMemory
 from kv_transfer.destination import CopyRun, copy_on_cpu
 from kv_transfer.fenced import FencedReader
 from kv_transfer.segment import Segment, SegmentSpec, SegmentView, reap_stale_segments
@@ -49,6 +50,10 @@ class ShmPool:
     def storage(self) -> torch.Tensor:
         """The blocks: flat uint8 [num_blocks * block_bytes], for `KVPool(layout, num_blocks, storage)`."""
         return self._storage
+
+    def share(self) -> SharedMemory:
+        """The same memory for child processes that compute into it; the caller closes it."""
+        return SharedMemory(self._segment.reopen(), self._segment.blocks_offset, self._storage.numel())
 
     @property
     def fences(self) -> FenceTable:

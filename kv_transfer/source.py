@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.core.settings import ServerSettings
+    from baton.engine.host_memory import SharedMemory
     from kv_transfer.cuda_ipc import CudaIpcPool
     from kv_transfer.descriptor import PoolHandle
     from kv_transfer.dist_source import DistSource
@@ -66,6 +67,10 @@ class SourcePool:
     def storage(self) -> torch.Tensor:
         """The blocks: flat uint8, for `KVPool(layout, num_blocks, storage)`."""
         return self._backing.storage
+
+    def share(self) -> SharedMemory | None:
+        """The same memory for child processes, to be closed by the caller; None for device memory."""
+        return self._backing.share() if isinstance(self._backing, ShmPool) else None
 
     @property
     def fences(self) -> FenceTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from baton.core.workers import WorkerRole
 from baton.engine.block_pool import BlockPool
 from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
-from baton.worker.start_up import load
+from baton.worker.start_up import RankHost, load
 from kv_transfer.lease import LeaseTable
 from kv_transfer.pairs import PairSecrets
 from kv_transfer.segment import SegmentSpec
@@ -64,10 +65,12 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         )
         pool = SourcePool.create(segment, settings.engine.device)
         pools.append(pool)
-        return KVPool(layout, num_blocks, storage=pool.storage)
+        at_end.callback(pool.close)
+        shared = pool.share() if settings.engine.tensor_parallel_size > 1 else None
+        return KVPool(layout, num_blocks, storage=pool.storage, shared=shared)
 
-    try:
-        loaded = load(WorkerRole.PREFILL, settings, make_pool)
+    with ExitStack() as at_end:
+        loaded = load(WorkerRole.PREFILL, settings, make_pool, RankHost(watch=channel.watch, at_end=at_end))
         (pool,) = pools
         clock = SystemClock()
         leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
@@ -80,6 +83,3 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))
         EngineLoop(core, loaded.executor, clock, interrupts=core).run(channel)
         leases.end_all()
-    finally:
-        for pool in pools:
-            pool.close()

@@ -16,6 +16,7 @@ from baton.engine.memory_plan import MemoryPlan, WorkerNeeds, gib
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import compiler
 from baton.engine.precision import require_quantization, resolve_dtype
+from baton.engine.sharding import require_one_pool
 from decode_worker.settings import DecodeWorkerSettings
 from prefill_worker.settings import PrefillWorkerSettings
 
@@ -133,6 +134,7 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
 def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None, *, swap_bytes: int) -> MemoryPlan:
     engine = settings.engine
     on_cpu = engine.device == "cpu"
+    require_one_pool(engine.tensor_parallel_size, engine.device)
     config = DecoderConfig.from_folder(settings.model.path)
     require_quantization(engine.quantization, engine.device, config.stored_quantization)
     if memory is None:

@@ -166,6 +166,13 @@ class EngineSettings(Section):
         default=128, ge=1, description="Most tokens that one step computes; 2048 and more suit a GPU"
     )
     max_num_seqs: int = Field(default=32, ge=1, le=65536, description="Most sequences that run at a time")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that compute each step together, each with a part of the heads; cpu only, "
+        "and at most as many as the model has KV heads",
+    )
     num_threads: int = Field(
         default_factory=number_of_cores,
         ge=1,

@@ -109,6 +109,7 @@ class ChildChannel(Generic[CommandT, EventT]):
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._poll.register(self._wake_fd, select.POLLIN)
+        self._watched_fds: set[int] = set()
         self.is_ready = False
         self.is_stopping = False
 
@@ -120,8 +121,8 @@ class ChildChannel(Generic[CommandT, EventT]):
     def poll_commands(self, timeout_s: float | None) -> list[CommandT]:
         """The commands that arrived since the last call, in order; waits for the first one up to `timeout_s`.
 
-        0 only looks, None waits for ever. Returns [] early after `wake`, and once `is_stopping`: the parent asked
-        for the end, or is no more.
+        0 only looks, None waits for ever. Returns [] early after `wake`, while something watched is readable, and once
+        `is_stopping`: the parent asked for the end, or is no more.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         commands: list[CommandT] = []
@@ -133,9 +134,14 @@ class ChildChannel(Generic[CommandT, EventT]):
             if self._wake_fd in ready_fds:
                 os.eventfd_read(self._wake_fd)
                 break
-            if not ready_fds:
+            if not ready_fds or ready_fds & self._watched_fds:
                 break
         return commands
+
+    def watch(self, descriptor: int) -> None:
+        """Lets `poll_commands` return early while `descriptor` is readable: a pidfd, say, whose process has ended."""
+        self._watched_fds.add(descriptor)
+        self._poll.register(descriptor, select.POLLIN)
 
     def emit(self, events: Sequence[EventT]) -> None:
         """Sends one batch of picklable events; nothing for an empty one.

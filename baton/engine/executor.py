@@ -46,7 +46,7 @@ class Executor(Protocol):
         Blocks until the step is done; the keys and values are then in the pool. The result for a slice does not
         depend on what else is in the plan, nor on how its sequence was cut into slices. Raises
         OutOfMemoryError when the step does not fit into memory: nothing that other sequences own has changed then,
-        what it had allocated is free again, and a smaller plan can succeed.
+        what it had allocated is free again, and a smaller plan can succeed. Raises EngineFaultError as `check` does.
 
         `pause` is called between parts of the step where an executor has such parts that take long. Other steps, of
         other sequences, may be executed in it, without a pause of their own.
@@ -55,6 +55,10 @@ class Executor(Protocol):
 
     def rest(self) -> None:
         """There is no step to run for now: what it shares with others, cores above all, is theirs until the next."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineFaultError once no further step can run. Does not block."""
         ...
 
     def warm_up(self) -> None:
@@ -125,6 +129,9 @@ class ScriptedExecutor:
 
     def rest(self) -> None:
         """Shares nothing."""
+
+    def check(self) -> None:
+        """Nothing to lose."""
 
     def warm_up(self) -> None:
         """Nothing to set up."""

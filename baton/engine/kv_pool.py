@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core.errors import StartupError
-from baton.engine.host_memory import allocate
+from baton.engine.host_memory import SharedMemory, allocate
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
@@ -33,16 +33,24 @@ class KVPool:
     [num_blocks, num_layers, 2 (key, value), block_size, num_kv_heads, head_dim] of `layout.dtype`. With
     `storage`, a flat uint8 tensor such as a mapped shared segment, the pool lies over the first
     `num_blocks * layout.block_bytes` bytes of it and the caller keeps the segment mapped while the pool is in use;
-    without, the pool allocates its own memory on `device`. Raises StartupError when the memory does not suffice.
+    without, the pool allocates its own memory on `device`. `shared` is where child processes find the same memory, if
+    they can. Raises StartupError when the memory does not suffice.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, *, storage: torch.Tensor | None = None, device: str = "cpu"
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        storage: torch.Tensor | None = None,
+        shared: SharedMemory | None = None,
+        device: str = "cpu",
     ) -> None:
         if num_blocks < 1:
             raise StartupError(f"kv_cache_bytes: too small for one block of {layout.block_bytes} bytes")
         self.layout = layout
         self.num_blocks = num_blocks
+        self.shared = shared
         num_bytes = num_blocks * layout.block_bytes
         if storage is None:
             storage = _allocate(num_bytes, device)
@@ -58,6 +66,17 @@ class KVPool:
     def device(self) -> torch.device:
         """Where the pool's memory is."""
         return self.tensor.device
+
+    @classmethod
+    def in_shared_memory(cls, layout: KVLayout, num_blocks: int) -> KVPool:
+        """A pool on the CPU that child processes can map. Raises as the constructor does."""
+        num_bytes = num_blocks * layout.block_bytes
+        _require_physical(num_bytes)
+        try:
+            memory = SharedMemory.create(num_bytes)
+            return cls(layout, num_blocks, storage=memory.map(), shared=memory)
+        except MemoryError as error:
+            raise StartupError(f"kv_cache_bytes: cannot allocate {num_bytes} bytes: {error}") from error
 
     def part(self, shard: Shard) -> KVPool:
         """The same memory with the KV heads of one rank alone: what it reads and writes in each block.
@@ -82,11 +101,16 @@ class KVPool:
         return self.tensor.view(-1, self.layout.block_size, self.layout.num_kv_heads * self.layout.head_dim)
 
 
-def _allocate(num_bytes: int, device: str) -> torch.Tensor:
+def _require_physical(num_bytes: int) -> None:
     # Linux grants more memory than the machine has and kills the process on touch, so ask first.
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cpu" and num_bytes > physical_bytes:
+    if num_bytes > physical_bytes:
         raise StartupError(f"kv_cache_bytes: {num_bytes} bytes of KV blocks, the machine has {physical_bytes}")
+
+
+def _allocate(num_bytes: int, device: str) -> torch.Tensor:
+    if device == "cpu":
+        _require_physical(num_bytes)
     try:
         return allocate(num_bytes) if device == "cpu" else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except (MemoryError, RuntimeError) as error:

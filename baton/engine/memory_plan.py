@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import StartupError
 from baton.core.workers import WorkerRole
+from baton.engine.sharding import Shard
 from baton.engine.sizing import StepShape, count_parameters, step_bytes, weight_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ DEFAULT_HOST_POOL_BYTES = 1 << 30
 SCORED_ROWS = 64
 # Both processes of a worker before the model: interpreters, PyTorch, the other libraries, their threads' heaps.
 HOST_PROCESS_BYTES = 512 << 20
+# Each further rank of a tensor-parallel worker: an interpreter with PyTorch.
+RANK_PROCESS_BYTES = 384 << 20
 # What CUDA keeps for a context and its libraries.
 DEVICE_PROCESS_BYTES = 768 << 20
 
@@ -54,22 +57,32 @@ class WorkerNeeds:
         """Whether all of it is host memory."""
         return self.engine.device == "cpu"
 
+    def process_bytes(self) -> int:
+        """What the worker's processes take before the model."""
+        if not self.on_cpu:
+            return DEVICE_PROCESS_BYTES
+        return HOST_PROCESS_BYTES + (self.engine.tensor_parallel_size - 1) * RANK_PROCESS_BYTES
+
     def largest_step(self) -> StepBytes:
-        """What the largest step takes."""
+        """What the largest step takes, by all ranks together."""
         is_decode = self.role is WorkerRole.DECODE
         num_seqs, num_tokens = self.engine.max_num_seqs, self.engine.max_num_batched_tokens
-        # On a CPU another step may run in the pauses of a prefill step.
-        num_steps = 2 if self.on_cpu and not is_decode else 1
+        num_ranks = self.engine.tensor_parallel_size
+        # On a CPU another step may run in the pauses of a prefill step, unless several ranks compute it.
+        num_steps = 2 if self.on_cpu and not is_decode and num_ranks == 1 else 1
         step = StepShape(
             num_tokens=num_seqs if is_decode else num_tokens * num_steps,
             num_sampled=min(num_seqs, num_tokens),
             num_scored=0 if is_decode else SCORED_ROWS,
             num_keys=self.context_tokens * (num_seqs if is_decode else num_steps),
-            is_decode=is_decode,
+            # Several ranks compute such rows as they do chunks: by the attention kernel, if there is one.
+            is_decode=is_decode and not (num_ranks > 1 and self.by_kernels),
             by_kernels=self.by_kernels,
             is_quantized=self.engine.quantization != "none",
         )
-        return step_bytes(self.config, self.layout, step, on_cpu=self.on_cpu)
+        # The last rank's part is the largest.
+        part = self.config.part(Shard(num_ranks - 1, num_ranks))
+        return step_bytes(part, self.layout, step, on_cpu=self.on_cpu).times(num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +108,7 @@ class MemoryPlan:
             weight_bytes=weight_bytes(
                 needs.config, element_bytes=needs.layout.element_bytes, quantization=needs.engine.quantization
             ),
-            process_bytes=HOST_PROCESS_BYTES if needs.on_cpu else DEVICE_PROCESS_BYTES,
+            process_bytes=needs.process_bytes(),
             step=needs.largest_step(),
             kv_bytes=0,
         )

@@ -118,7 +118,7 @@ class DecoderConfig:
             self,
             num_heads=self.num_heads // self.num_kv_heads * num_kv_heads,
             num_kv_heads=num_kv_heads,
-            intermediate_size=shard.cut(self.intermediate_size).count,
+            intermediate_size=shard.cut_features(self.intermediate_size).count,
         )
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import subprocess
-import sys
 from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from baton.core.errors import ResourceExhaustedError, StartupError, UnavailableError
 from baton.engine.channel import Begin, CommandT, Decoder, Events, EventT, Failed, Ready, Stop, encode
+from baton.engine.spawn import how_it_ended, signal_name, spawn, start_failure
 
 if TYPE_CHECKING:
+    import socket
+    import subprocess
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from baton.engine.channel import ChildChannel
@@ -55,9 +54,8 @@ class EngineDiedError(UnavailableError):
 
     def __init__(self, name: str, returncode: int, cause: str = "") -> None:
         self.exit_code = returncode if returncode >= 0 else None
-        self.signal_name = _signal_name(-returncode) if returncode < 0 else None
-        how = f"was killed by {self.signal_name}" if self.signal_name else f"ended with exit code {returncode}"
-        super().__init__(f"the {name} process {how}" + (f" ({cause})" if cause else ""))
+        self.signal_name = signal_name(-returncode) if returncode < 0 else None
+        super().__init__(f"the {name} process {how_it_ended(returncode)}" + (f" ({cause})" if cause else ""))
 
 
 class EngineProcess(Generic[CommandT, EventT]):
@@ -95,7 +93,7 @@ class EngineProcess(Generic[CommandT, EventT]):
         child raised as StartupError, or says how it ended. When this call fails or is cancelled no process is left.
         """
         first_message = encode(Begin(target, spec))
-        engine = cls(*_spawn(name, words), name)
+        engine = cls(*spawn(name, words), name)
         try:
             async with asyncio.timeout(start_timeout_s):
                 await engine._begin(first_message)
@@ -107,7 +105,7 @@ class EngineProcess(Generic[CommandT, EventT]):
             raise
         if not engine._link.is_ready:
             await engine.stop(_EXIT_AFTER_EOF_S)
-            raise StartupError(engine._link.failure or _start_failure(name, engine._child.returncode))
+            raise StartupError(engine._link.failure or start_failure(name, engine._child.returncode))
         engine.facts = engine._link.facts
         return engine
 
@@ -302,38 +300,3 @@ class _Link(asyncio.Protocol):
         self._is_paused = False
         if not self._transport.is_closing():
             self._transport.resume_reading()
-
-
-def _spawn(name: str, words: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts the child; the process and our end of its socket. Blocks for some milliseconds."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    command = [sys.executable, "-P", "-m", "baton.engine.child", *words, str(theirs.fileno()), str(os.getpid())]
-    # It finds the modules that this process finds.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    # The child inherits the mask: a Ctrl-C can't reach it before it has its own handlers.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        with theirs:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
-    except OSError as error:
-        ours.close()
-        raise StartupError(f"the {name} process cannot be started: {error.strerror}") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    return child, ours
-
-
-def _start_failure(name: str, returncode: int) -> str:
-    if returncode == -signal.SIGKILL:
-        return f"the {name} process was killed while it started; the machine may be out of memory"
-    if returncode < 0:
-        return f"the {name} process was killed by {_signal_name(-returncode)} while it started"
-    return f"the {name} process ended with exit code {returncode} before it was ready"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.errors import StartupError
+from baton.engine.quantization import GROUP
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -30,8 +33,25 @@ class Shard:
         first, end = units * self.rank // self.size, units * (self.rank + 1) // self.size
         return Cut(units * width, first * width, (end - first) * width)
 
+    def cut_features(self, total: int) -> Cut:
+        """This rank's part of `total` features, in whole groups of quantization if they are made of such."""
+        return self.cut(total // GROUP, GROUP) if total % GROUP == 0 and total >= GROUP * self.size else self.cut(total)
+
+    def cuts(self, units: int) -> list[Cut]:
+        """The parts of all ranks, in their order."""
+        return [Shard(rank, self.size).cut(units) for rank in range(self.size)]
+
 
 WHOLE = Shard(0, 1)
+
+
+def require_one_pool(size: int, device: str) -> None:
+    """StartupError where a worker of `size` ranks on `device` would have its KV pool in parts."""
+    if size > 1 and device != "cpu":
+        raise StartupError(
+            f"engine.tensor_parallel_size: must be 1 on {device}: ranks there have a KV pool of their own each, and "
+            "pools in parts cannot be handed over"
+        )
 
 
 def whole(total: int) -> Cut:

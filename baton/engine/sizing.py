@@ -109,6 +109,15 @@ class StepBytes:
         """The bytes of a step over a cache that holds so many positions."""
         return max(self.layers + int(self.each_key * min(num_tokens, self.most_keys)), self.choosing)
 
+    def times(self, count: int) -> StepBytes:
+        """What so many processes allocate that compute the same over one cache."""
+        return StepBytes(
+            layers=self.layers * count,
+            each_key=self.each_key * count,
+            most_keys=self.most_keys,
+            choosing=self.choosing * count,
+        )
+
     def most_cache(self, num_bytes: int, token_bytes: int) -> int:
         """The largest cache, in bytes, for which it and the step fit into `num_bytes`; below 0 when the step doesn't.
 

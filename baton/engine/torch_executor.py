@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from baton.core.model import KVLayout
     from baton.engine.batch import ScoredIds
     from baton.engine.cores import CoreShare
+    from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
     from baton.engine.rank_group import RankGroup
 
@@ -138,15 +139,17 @@ class TorchExecutor:
             if self._decoder is not None:
                 self._decoder.use_threads(num_threads)
 
+    def follow(self, plan: BatchPlan) -> None:
+        """Computes a step as `execute` does, up to the logits: the part of a rank that samples nothing. Not empty."""
+        self._take_cores()
+        self._forward(plan, {}, None)
+
+    def check(self) -> None:
+        """Nothing to lose: all of it is in this process."""
+
     def warm_up(self) -> None:
         """Runs a prefill and a decode step in block 0, and a sampled row; see `Executor.warm_up`."""
-        num_tokens = min(self.layout.block_size, self.max_context_tokens) - 1
-        prompt, sampling = [0] * max(num_tokens, 1), SamplingParams()
-        for token_ids, start in ((prompt, 0), ([0], num_tokens)):
-            piece = SequenceSlice(
-                attempt_id="warm-up", token_ids=token_ids, start_position=start, block_table=[0], sampling=sampling
-            )
-            self.execute(BatchPlan(slices=[piece]))
+        warm_up(self)
 
     def _forward(
         self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]], pause: Callable[[], None] | None
@@ -210,6 +213,17 @@ class TorchExecutor:
             logprobs=_logprobs(logits, sampling, chosen),
             prompt_logprobs=scores,
         )
+
+
+def warm_up(executor: Executor) -> None:
+    """What `Executor.warm_up` does."""
+    num_tokens = min(executor.layout.block_size, executor.max_context_tokens) - 1
+    prompt, sampling = [0] * max(num_tokens, 1), SamplingParams()
+    for token_ids, start in ((prompt, 0), ([0], num_tokens)):
+        piece = SequenceSlice(
+            attempt_id="warm-up", token_ids=token_ids, start_position=start, block_table=[0], sampling=sampling
+        )
+        executor.execute(BatchPlan(slices=[piece]))
 
 
 def _logprobs(logits: torch.Tensor, pieces: Sequence[SequenceSlice], tokens: Sequence[int]) -> dict[str, TokenLogprobs]:

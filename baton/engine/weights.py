@@ -157,7 +157,7 @@ class DecoderWeights:
 
 def _layer(source: _Tensors, config: DecoderConfig, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}."
-    hidden, inner = whole(config.hidden_size), source.form.shard.cut(config.intermediate_size)
+    hidden, inner = whole(config.hidden_size), source.form.shard.cut_features(config.intermediate_size)
     head = whole(config.head_dim)
     # A KV head stays together with the query heads that read it.
     queries = source.form.shard.cut(config.num_kv_heads, config.num_heads // config.num_kv_heads * config.head_dim)

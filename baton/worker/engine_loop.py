@@ -158,13 +158,15 @@ class EngineLoop:
     def run(self, channel: ChildChannel[Any, EventBatch]) -> None:
         """Runs until the server process says stop or is no more. Wakes for commands, `channel.wake` and time.
 
-        EngineFaultError, after everybody was told, when `MAX_FAULTS` steps in a row have failed.
+        EngineFaultError when `MAX_FAULTS` steps in a row have failed, after everybody was told, or when the executor
+        can't go on.
         """
         while not channel.is_stopping:
             idle_s = self._core.idle_s
             if idle_s != 0:
                 self._executor.rest()
             commands = channel.poll_commands(idle_s)
+            self._executor.check()
             self.turn(commands, lambda: channel.poll_commands(0), lambda batch: channel.emit([batch]))
 
     def turn(self, commands: list[Any], receive: Receive, emit: Emit) -> None:
@@ -221,6 +223,8 @@ class EngineLoop:
             except OutOfMemoryError as error:
                 first, rest = _without_largest(rest)
                 shed.append((first, _shed_error(error, is_alone=not rest.slices)))
+            except EngineFaultError:
+                raise
             except ServingError as error:
                 shed.append((rest, error))
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.core.errors import ServingError, StartupError
@@ -15,10 +16,12 @@ from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
 from baton.core.manifest import verify_weights
 from baton.core.model import KVLayout, ModelFingerprint
 from baton.core.start_up import StartPhases
+from baton.telemetry.logging import setup_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
+    from contextlib import ExitStack
     from pathlib import Path
 
     from baton.core.settings import ModelSettings
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from baton.worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
+
+# Ranks wait for each other many times a step. One that is so late hangs; that steps may take long is no reason.
+RANK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +65,30 @@ class Loaded:
     facts: EngineFacts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHost:
+    """What the ranks of a group, if there is one, need of their engine process.
+
+    `watch` takes a descriptor that is readable when a rank has ended, and ends the process's wait then; `at_end` ends
+    the ranks.
+    """
+
+    watch: Callable[[int], None]
+    at_end: ExitStack
+
+
 def load(
-    role: WorkerRole, settings: WorkerSettings, make_pool: Callable[[KVLayout, int], KVPool], *, swap_bytes: int = 0
+    role: WorkerRole,
+    settings: WorkerSettings,
+    make_pool: Callable[[KVLayout, int], KVPool],
+    host: RankHost,
+    *,
+    swap_bytes: int = 0,
 ) -> Loaded:
     """Imports torch, makes the pool with `make_pool(layout, num_blocks)`, loads and warms the model up. Blocks.
 
-    The caller will take `swap_bytes` of host memory besides. Raises StartupError in one line when the folder, a setting
-    or the memory is not as it must be.
+    The pool must be `shared` when there are several ranks. The caller will take `swap_bytes` of host memory besides.
+    Raises StartupError in one line when the folder, a setting or the memory is not as it must be.
     """
     model, engine = settings.model, settings.engine
     # What is wrong with the folder is told before the libraries are there, which takes seconds.
@@ -73,18 +96,18 @@ def load(
     verifying = _verify_meanwhile(model.path)
     phases = StartPhases()
     phases.begin("import")
-    from baton.engine.cores import CoreShare
     from baton.engine.memory_limit import memory_of
     from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
     from baton.engine.model_config import DecoderConfig
     from baton.engine.native.build import compiler
     from baton.engine.precision import require_quantization, resolve_dtype
+    from baton.engine.sharding import require_one_pool
     from baton.engine.threads import use_threads
-    from baton.engine.torch_executor import TorchExecutor
     from baton.structure.compiler import StructureCompiler
 
     use_threads(engine.num_threads)
     phases.begin("configure")
+    require_one_pool(engine.tensor_parallel_size, engine.device)
     dtype = resolve_dtype(engine.dtype, engine.device)
     config = DecoderConfig.from_folder(model.path)
     require_quantization(engine.quantization, engine.device, config.stored_quantization)
@@ -105,8 +128,7 @@ def load(
     phases.begin("allocate")
     pool = make_pool(needs.layout, plan.num_blocks)
     phases.begin("load")
-    cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
-    executor = TorchExecutor.from_folder(model.path, pool=pool, quantization=engine.quantization, cores=cores)
+    executor = _executor(role, settings, pool, host)
     verifying.result()
     phases.begin("tokenizer")
     structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
@@ -142,6 +164,41 @@ def _verify_meanwhile(folder: Path) -> Future[None]:
     verifying = threads.submit(verify_weights, folder)
     threads.shutdown(wait=False)  # what was submitted is done all the same
     return verifying
+
+
+def _executor(role: WorkerRole, settings: WorkerSettings, pool: KVPool, host: RankHost) -> Executor:
+    """In this process alone, or with the processes of other ranks."""
+    from baton.engine.cores import CoreShare
+    from baton.engine.group_executor import GroupExecutor
+    from baton.engine.rank_process import GroupSpec
+    from baton.engine.torch_executor import TorchExecutor
+
+    engine = settings.engine
+    if engine.tensor_parallel_size == 1:
+        cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
+        return TorchExecutor.from_folder(settings.model.path, pool=pool, quantization=engine.quantization, cores=cores)
+    assert pool.shared is not None
+    spec = GroupSpec(
+        size=engine.tensor_parallel_size,
+        folder=settings.model.path,
+        layout=pool.layout,
+        num_blocks=pool.num_blocks,
+        device=engine.device,
+        quantization=engine.quantization,
+        memory=pool.shared,
+        num_threads=max(1, engine.num_threads // engine.tensor_parallel_size),
+        timeout_s=RANK_TIMEOUT_S,
+        name=f"{role.value}_engine",
+        set_up_log=partial(setup_logging, settings.telemetry),
+    )
+    try:
+        executor = GroupExecutor.start(spec, pool)
+    finally:
+        pool.shared.close()
+    host.at_end.callback(executor.close)
+    for pidfd in executor.pidfds:
+        host.watch(pidfd)
+    return executor
 
 
 def _tell(plan: MemoryPlan) -> None:

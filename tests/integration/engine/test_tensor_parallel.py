@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -11,14 +10,15 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.engine.batch import BatchPlan
+from baton.engine.host_group import HostGroup
+from baton.engine.host_memory import SharedMemory
 from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
-from baton.engine.rank_group import RankGroup
 from baton.engine.sharding import Shard
 from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
-from tests.integration.engine.sequences import GREEDY, Sequence
+from tests.integration.engine.sequences import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
-CPU = torch.device("cpu")
 
 
 class Ranks:
@@ -36,10 +35,10 @@ class Ranks:
         config = DecoderConfig.from_folder(folder)
         self.pool = KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
         self._threads = ThreadPoolExecutor(size)
-        self._store_fd = os.memfd_create("ranks")
+        self._memory = SharedMemory.create(HostGroup.num_bytes(size))
         self._shards = [Shard(rank, size) for rank in range(size)]
-        self._groups = [RankGroup(shard, self._store_fd, device=CPU, timeout_s=20) for shard in self._shards]
-        self.each(lambda rank: self._groups[rank].join(0))
+        self._groups = [HostGroup(shard, self._memory, timeout_s=20) for shard in self._shards]
+        self.each(lambda rank: self._groups[rank].join(1))
         self.models = [
             DecoderModel(
                 config.part(shard),
@@ -62,7 +61,7 @@ class Ranks:
         for group in self._groups:
             group.leave()
         self._threads.shutdown()
-        os.close(self._store_fd)
+        self._memory.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,25 +130,6 @@ def test_ranks_that_do_not_divide_the_heads_have_unequal_parts(tmp_path, start, 
     sequence = Sequence("a", prompt, list(range(12)))
     run(ranks.forward, [sequence], 10)
     assert sequence.tokens == families.reference_tokens(model, prompt, len(sequence.tokens))
-
-
-def test_a_rank_that_leaves_ends_the_others_wait_and_all_may_join_again(tmp_path, start) -> None:
-    families.save_model("llama", tmp_path)
-    ranks = start(tmp_path, 2)
-    groups = ranks._groups
-
-    def leave_or_wait(rank: int) -> None:
-        if rank == 1:
-            groups[1].leave()
-            return
-        with pytest.raises(RuntimeError, match=r"closed|reset"):
-            groups[0].sum(torch.ones(3))
-        groups[0].leave()
-
-    ranks.each(leave_or_wait)
-    ranks.each(lambda rank: groups[rank].join(1))
-    plan = BatchPlan(slices=[Sequence("a", [1, 2, 3], [0], GREEDY).next_slice(9)])
-    assert ranks.forward(plan).shape == (1, 211)
 
 
 def test_more_ranks_than_kv_heads_are_refused(tmp_path) -> None:

@@ -8,7 +8,7 @@ from baton.core.errors import StartupError
 from baton.core.settings import EngineSettings
 from baton.core.workers import WorkerRole
 from baton.engine.memory_limit import MemoryLimit
-from baton.engine.memory_plan import MemoryPlan, WorkerNeeds, gib
+from baton.engine.memory_plan import RANK_PROCESS_BYTES, MemoryPlan, WorkerNeeds, gib
 from baton.engine.model_config import DecoderConfig
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -140,3 +140,17 @@ def test_how_many_sequences_fit():
 
 def test_sizes_are_readable():
     assert [gib(size) for size in (1536, 3 * MIB, 5 * GIB // 2)] == ["2 KiB", "3 MiB", "2.50 GiB"]
+
+
+@pytest.mark.parametrize("role", WorkerRole)
+def test_ranks_share_weights_and_pool_and_have_a_process_and_a_step_each(role):
+    one, four = (plan(80 * GIB, is_host=True, role=role, tensor_parallel_size=size) for size in (1, 4))
+    assert (four.weight_bytes, four.kv_bytes) == (one.weight_bytes, one.kv_bytes)
+    assert four.process_bytes == one.process_bytes + 3 * RANK_PROCESS_BYTES
+    assert one.step_bytes < four.step_bytes < 4 * one.step_bytes + 4 * 2**25
+    assert four.faults() == []
+
+
+def test_more_ranks_than_kv_heads_do_not_start():
+    with pytest.raises(StartupError, match=r"engine\.tensor_parallel_size: 33 ranks cannot divide the 32 KV heads"):
+        plan(80 * GIB, is_host=True, tensor_parallel_size=33)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.sharding import WHOLE, Cut, Shard, whole
+from baton.core.errors import StartupError
+from baton.engine.sharding import WHOLE, Cut, Shard, require_one_pool, whole
 
 
 @pytest.mark.parametrize(
@@ -17,3 +18,15 @@ def test_the_ranks_have_everything_once_and_about_alike(units: int, size: int, c
 
 def test_one_rank_has_all() -> None:
     assert WHOLE.cut(5, 2) == whole(10) == Cut(10, 0, 10)
+
+
+@pytest.mark.parametrize(("total", "counts"), [(64 * 7, [192, 256]), (80, [40, 40]), (64, [32, 32])])
+def test_features_are_divided_in_groups_of_quantization_where_there_are_enough(total: int, counts: list[int]) -> None:
+    assert [Shard(rank, 2).cut_features(total).count for rank in range(2)] == counts
+
+
+def test_ranks_on_devices_are_refused_because_their_pool_would_be_in_parts() -> None:
+    require_one_pool(1, "cuda:0")
+    require_one_pool(8, "cpu")
+    with pytest.raises(StartupError, match=r"engine\.tensor_parallel_size: must be 1 on cuda"):
+        require_one_pool(2, "cuda")

@@ -177,6 +177,15 @@ def num_steps_until_the_end(*ends) -> int | None:
     return None
 
 
+def test_an_executor_that_is_lost_in_a_step_ends_the_engine():
+    class Lost(ScriptedExecutor):
+        def execute(self, plan, pause=None):
+            raise EngineFaultError("rank 1 of 2 was killed by SIGKILL")
+
+    with pytest.raises(EngineFaultError, match="rank 1"):
+        run(Lost(layout=LAYOUT, num_blocks=NUM_BLOCKS), piece("a", 3))
+
+
 def test_an_engine_whose_steps_all_fail_ends():
     broken = [ZeroDivisionError(), InternalError("no numbers")] * MAX_FAULTS
     assert num_steps_until_the_end(*broken) == MAX_FAULTS
