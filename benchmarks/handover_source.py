@@ -20,7 +20,7 @@ from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.server import server_options
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kv_transfer.block_stream import PIECE_BYTES, BlockStream
-from kv_transfer.descriptor import GrpcHandle, PeerKey, ShmHandle, Transport
+from kv_transfer.descriptor import Growth, GrpcHandle, PeerKey, ShmHandle, Transport
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.handshake import Endpoint
 from kv_transfer.lease import LeaseTable
@@ -51,6 +51,9 @@ class _TableLeases:
 
     async def release_lease(self, lease_id: str, pair: str, outcome: LeaseOutcome) -> None:
         self._table.release(lease_id, outcome)
+
+    async def follow_lease(self, lease_id: str, pair: str) -> AsyncIterator[Growth]:
+        yield Growth(self.leased_blocks(lease_id, pair).block_ids, 0)
 
     def leased_blocks(self, lease_id: str, pair: str) -> Lease:
         lease = self._table.find(lease_id)

@@ -2,7 +2,7 @@
 
 No I/O and no torch. An attempt ends exactly once, with `Finished` or `Failed`, and only when its blocks are free
 and nothing writes to them. A copy that runs cannot be called back: an attempt that is cancelled meanwhile ends
-when its copy does.
+when its copy does. A cache that is still computed at its source is copied in parts, as it grows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from baton.core.errors import CancelledError, InternalError, ResourceExhaustedEr
 from baton.engine.token_rules import TokenRules
 from baton.worker.engine_loop import EngineStats
 from baton.worker.messages import Cancel, Failed
-from decode_worker.messages import Accept, Finished, ForgetPeer, HandedOver, OpenPeer, Park, Resume, Token
+from decode_worker.handover import Handover
+from decode_worker.messages import Accept, Finished, ForgetPeer, Grow, HandedOver, OpenPeer, Park, Resume, Token
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
 
@@ -114,7 +115,8 @@ class DecodeCore:
         self._clock = clock
         self._structures = structures
         self._scheduler = DecodeScheduler(rooms.pool, max_num_seqs, rooms.swap)
-        self._attempts: dict[str, _Attempt] = {}
+        self._handovers: dict[str, Handover] = {}
+        self._joined_s: dict[str, float] = {}
         self._events: list[DecodeEvent] = []
         # The last plan found nothing to do, and nothing has changed since.
         self._is_stuck = False
@@ -126,8 +128,10 @@ class DecodeCore:
             case Accept():
                 self._accept(command)
             case Cancel():
-                if self._scheduler.remove(command.attempt_id) is not None:
-                    self._end(Failed(attempt_id=command.attempt_id, error=_cancelled()))
+                self._cancel(command.attempt_id)
+            case Grow():
+                if (handover := self._handovers.get(command.attempt_id)) is not None:
+                    handover.grow(command.growth)
             case Park():
                 self._scheduler.park(command.attempt_id)
             case Resume():
@@ -141,6 +145,8 @@ class DecodeCore:
         """Lets copied sequences join, makes room, starts copies for those that have it, and returns the next step."""
         for done in self._copier.take_done():
             self._end_copy(done)
+        for handover in [each for each in self._handovers.values() if each.is_done]:
+            self._join(handover)
         self._end_swaps()
         swaps, shed = self._scheduler.make_room()
         for swap in swaps:
@@ -150,10 +156,14 @@ class DecodeCore:
             self._end(Failed(attempt_id=sequence.attempt_id, error=_shed()))
         taken = self._scheduler.take_in()
         for sequence in taken:
-            attempt = self._attempts[sequence.attempt_id]
-            attempt.copy_started_s = self._clock.monotonic_s()
-            num_blocks = -(-attempt.kv.num_tokens // self._pool.block_size)
-            self._copier.start(sequence.attempt_id, attempt.kv, sequence.block_table[:num_blocks])
+            handover = self._handovers[sequence.attempt_id]
+            handover.sequence = sequence
+            handover.copy_started_s = self._clock.monotonic_s()
+        for attempt_id, handover in self._handovers.items():
+            if handover.has_part:
+                part = handover.next_part()
+                handover.start(part)
+                self._copier.start(attempt_id, part.kv, part.block_ids)
         step = self._scheduler.plan()
         self._is_stuck = not (step.slices or swaps or shed or taken)
         return step
@@ -182,7 +192,7 @@ class DecodeCore:
                         attempt_id=new.attempt_id,
                         reason=new.finish_reason,
                         num_steps=sequence.num_steps,
-                        generate_s=self._clock.monotonic_s() - self._attempts[new.attempt_id].joined_s,
+                        generate_s=self._clock.monotonic_s() - self._joined_s[new.attempt_id],
                     )
                 )
 
@@ -202,18 +212,23 @@ class DecodeCore:
     def idle_s(self) -> float | None:
         """0 when something may be done or a copy or a swap has ended; None: sleep until a command or such an end.
 
-        A copy that ended during a step has woken the loop already: nothing would wake it again.
+        A copy that ended during a step has woken the loop already: nothing would wake it again. The same goes for what
+        was told of a growing cache meanwhile.
         """
         has_done = self._copier.has_done or (self._swapper is not None and self._swapper.has_done)
-        return 0.0 if has_done or (self._scheduler.has_work and not self._is_stuck) else None
+        if has_done or (self._scheduler.has_work and not self._is_stuck):
+            return 0.0
+        can_go_on = any(handover.has_part or handover.is_done for handover in self._handovers.values())
+        return 0.0 if can_go_on else None
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine holds now."""
+        """What the engine holds now. What waits for its source to compute more is held."""
+        num_idle = sum(handover.waits_for_source for handover in self._handovers.values())
         return EngineStats(
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=self._scheduler.num_waiting - num_idle,
             num_running=self._scheduler.num_running,
-            num_held=self._scheduler.num_parked,
+            num_held=self._scheduler.num_parked + num_idle,
             num_used_blocks=self._pool.num_used,
             preemptions=self._scheduler.preemptions,
         )
@@ -222,24 +237,29 @@ class DecodeCore:
         """AssertionError unless nothing is held and no block is lost."""
         self._pool.check_integrity()
         assert self._pool.num_used == 0, f"{self._pool.num_used} blocks are used by nobody"
-        assert not self._attempts, f"attempts without blocks: {sorted(self._attempts)}"
+        attempts = sorted(self._handovers.keys() | self._joined_s.keys())
+        assert not attempts, f"attempts without blocks: {attempts}"
         if self._swap is not None:
             self._swap.check_integrity()
             assert self._swap.num_used == 0, f"{self._swap.num_used} slots of the swap space are used by nobody"
 
     def _accept(self, command: Accept) -> None:
-        assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
+        attempt_id = command.attempt_id
+        assert attempt_id not in self._handovers, f"{attempt_id} is here already"
+        assert attempt_id not in self._joined_s, f"{attempt_id} is here already"
         try:
-            rules = self._rules(command)
+            rules = None if command.first_token_id is None else self._rules(command, command.first_token_id)
         except ServingError as error:
-            self._events.append(Failed(attempt_id=command.attempt_id, error=error))
+            self._events.append(Failed(attempt_id=attempt_id, error=error))
             return
-        self._attempts[command.attempt_id] = _Attempt(kv=command.kv, arrived_s=self._clock.monotonic_s())
+        self._handovers[attempt_id] = Handover(
+            accept=command, block_size=self._pool.block_size, arrived_s=self._clock.monotonic_s()
+        )
         self._scheduler.add(
             DecodeSequence(
-                attempt_id=command.attempt_id,
+                attempt_id=attempt_id,
                 num_prompt_tokens=command.kv.num_tokens - len(command.output_ids),
-                last_token_id=command.first_token_id,
+                last_token_id=command.first_token_id or 0,
                 sampling=command.sampling,
                 stop=command.stop,
                 rules=rules,
@@ -248,7 +268,7 @@ class DecodeCore:
             )
         )
 
-    def _rules(self, command: Accept) -> TokenRules | None:
+    def _rules(self, command: Accept, first_token_id: int) -> TokenRules | None:
         """The state in which the prefill worker left the sequence, made anew from its tokens."""
         matcher = None
         if command.structure is not None:
@@ -258,28 +278,56 @@ class DecodeCore:
             command.sampling,
             command.stop,
             prompt_ids=command.prompt_ids,
-            output_ids=[*command.output_ids, command.first_token_id],
+            output_ids=[*command.output_ids, first_token_id],
             matcher=matcher,
         )
 
+    def _cancel(self, attempt_id: str) -> None:
+        if self._scheduler.remove(attempt_id) is not None:
+            self._end(Failed(attempt_id=attempt_id, error=_cancelled()))
+        elif (handover := self._handovers.get(attempt_id)) is not None and not handover.is_copying:
+            self._leave(attempt_id, _cancelled())
+
     def _end_copy(self, done: CopyDone) -> None:
-        joined = self._scheduler.end_copy(done.attempt_id, join=not isinstance(done.result, ServingError))
+        handover = self._handovers[done.attempt_id]
         if isinstance(done.result, ServingError):
-            self._end(Failed(attempt_id=done.attempt_id, error=done.result))
-        elif not joined:
-            self._end(Failed(attempt_id=done.attempt_id, error=_cancelled()))
+            self._leave(done.attempt_id, done.result)
+        elif self._scheduler.is_condemned(done.attempt_id):
+            self._leave(done.attempt_id, _cancelled())
         else:
-            attempt = self._attempts[done.attempt_id]
-            attempt.joined_s = self._clock.monotonic_s()
-            self._events.append(
-                HandedOver(
-                    attempt_id=done.attempt_id,
-                    transport=done.result.transport,
-                    num_bytes=done.result.num_bytes,
-                    wait_s=attempt.copy_started_s - attempt.arrived_s,
-                    copy_s=done.result.copy_s,
-                )
+            handover.end(done.result)
+
+    def _join(self, handover: Handover) -> None:
+        """The cache and the first token are here: the sequence joins the batch."""
+        attempt_id, sequence, first_token_id = handover.accept.attempt_id, handover.sequence, handover.first_token_id
+        assert sequence is not None, "it has blocks"
+        assert first_token_id is not None, "it is done"
+        if handover.accept.kv.is_growing:
+            try:
+                sequence.rules = self._rules(handover.accept, first_token_id)
+            except ServingError as error:
+                self._leave(attempt_id, error)
+                return
+            sequence.last_token_id = first_token_id
+        joined = self._scheduler.end_copy(attempt_id, join=True)
+        assert joined, "a condemned one has left before"
+        del self._handovers[attempt_id]
+        self._joined_s[attempt_id] = self._clock.monotonic_s()
+        self._events.append(
+            HandedOver(
+                attempt_id=attempt_id,
+                transport=handover.transport,
+                num_bytes=handover.num_bytes,
+                wait_s=handover.copy_started_s - handover.arrived_s,
+                copy_s=handover.copy_s,
+                num_parts=handover.num_parts,
             )
+        )
+
+    def _leave(self, attempt_id: str, error: ServingError) -> None:
+        """Ends an attempt whose blocks nothing writes to, and which has not joined."""
+        self._scheduler.end_copy(attempt_id, join=False)
+        self._end(Failed(attempt_id=attempt_id, error=error))
 
     def _end_swaps(self) -> None:
         for done in self._swapper.take_done() if self._swapper is not None else ():
@@ -288,16 +336,9 @@ class DecodeCore:
                 self._end(Failed(attempt_id=done.attempt_id, error=error))
 
     def _end(self, event: Finished | Failed) -> None:
-        del self._attempts[event.attempt_id]
+        self._handovers.pop(event.attempt_id, None)
+        self._joined_s.pop(event.attempt_id, None)
         self._events.append(event)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    kv: KVDescriptor
-    arrived_s: float
-    copy_started_s: float = 0.0
-    joined_s: float = 0.0
 
 
 def _cancelled() -> CancelledError:

@@ -13,7 +13,7 @@ from baton.worker.messages import Cancel, Failed
 
 if TYPE_CHECKING:
     from baton.core.generation import FinishReason, SamplingParams, StopRule, Structure, TokenLogprobs
-    from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
+    from kv_transfer.descriptor import Growth, KVDescriptor, PeerKey, PeerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +35,28 @@ class Accept:
     """A sequence to be taken over; it fits the model and the pool, and its peer has been opened.
 
     `prompt_ids` is empty unless `sampling.penalizes_prompt`; `top_logprobs` is as in `SequenceSlice`. `output_ids` are
-    the output of earlier attempts, before the first token; `kv` has it.
+    the output of earlier attempts, before the first token; `kv` has it. `first_token_id` is None when `kv` is growing:
+    `Grow` tells it with the last blocks, which lie in blocks of `source_block_size` positions.
     """
 
     attempt_id: str
     kv: KVDescriptor
-    first_token_id: int
+    first_token_id: int | None
+    source_block_size: int
     sampling: SamplingParams
     stop: StopRule
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None
     structure: Structure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grow:
+    """More of a growing cache may be read. Harmless when the attempt has ended."""
+
+    attempt_id: str
+    growth: Growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +83,7 @@ class HandedOver:
     num_bytes: int
     wait_s: float
     copy_s: float
+    num_parts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,5 +109,5 @@ class Finished:
     generate_s: float
 
 
-DecodeCommand = OpenPeer | ForgetPeer | Accept | Cancel | Park | Resume
+DecodeCommand = OpenPeer | ForgetPeer | Accept | Grow | Cancel | Park | Resume
 DecodeEvent = HandedOver | Token | Finished | Failed

@@ -122,6 +122,10 @@ class DecodeScheduler:
             taken.append(sequence)
         return taken
 
+    def is_condemned(self, attempt_id: str) -> bool:
+        """Whether an attempt that is being copied was removed meanwhile."""
+        return attempt_id in self._condemned
+
     def end_copy(self, attempt_id: str, *, join: bool) -> bool:
         """Takes note that nothing writes to the attempt's blocks any more.
 

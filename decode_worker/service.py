@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ServingError
@@ -13,7 +13,7 @@ from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker import requests
 from baton.worker.messages import Cancel, Failed
-from decode_worker.messages import Accept, Finished, HandedOver
+from decode_worker.messages import Accept, Finished, Grow, HandedOver
 from decode_worker.pacing import Pacer
 from decode_worker.token_stream import TokenRun, in_runs
 from kv_transfer import wire
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from baton.worker.engine_client import Attempt, EngineClient
     from baton.worker.life import WorkerLife
     from decode_worker.messages import DecodeEvent
-    from kv_transfer.client import PeerDirectory
-    from kv_transfer.descriptor import KVDescriptor
+    from kv_transfer.client import HeldLease, PeerDirectory
+    from kv_transfer.descriptor import Growth, KVDescriptor
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -83,7 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         try:
             async with self._peers.hold(kv) as lease:
                 take_as_read = following.enter_context(self._pacer.follow(accept.attempt_id))
-                attempt = self._engine.start(accept.attempt_id, accept)
+                attempt = self._start(accept, lease)
                 handed_over = await attempt.next_event()
                 if isinstance(handed_over, HandedOver):
                     lease.consumed()
@@ -96,6 +96,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             following.close()
             if attempt is not None and not attempt.is_over:
                 self._engine.control(Cancel(attempt_id=accept.attempt_id))
+
+    def _start(self, accept: Accept, lease: HeldLease) -> Attempt[DecodeEvent]:
+        assert lease.pool is not None, "its peer is known"
+        accept = replace(accept, source_block_size=lease.pool.layout.block_size)
+        attempt = self._engine.start(accept.attempt_id, accept)
+
+        def tell(growth: Growth) -> None:
+            if growth.first_token_id is not None:
+                vocab_size = self._description.facts.vocab_size
+                requests.require_in_vocabulary("first_token_id", [growth.first_token_id], vocab_size=vocab_size)
+            self._engine.control(Grow(attempt_id=accept.attempt_id, growth=growth))
+
+        if accept.kv.is_growing:
+            lease.follow(tell)
+        return attempt
 
     async def GetDecodeStatus(
         self, request: decode_pb2.GetDecodeStatusRequest, context: Context
@@ -118,7 +133,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         facts = self._description.facts
         attempt_id = requests.read_attempt_id(request.attempt_id)
         requests.require_fingerprint(request.fingerprint, facts.fingerprint, worker_id=self._description.worker_id)
-        requests.require_in_vocabulary("first_token_id", [request.first_token_id], vocab_size=facts.vocab_size)
+        if not kv.is_growing:
+            requests.require_in_vocabulary("first_token_id", [request.first_token_id], vocab_size=facts.vocab_size)
         num_output = len(request.output_token_ids)
         if num_output >= kv.num_tokens:
             raise InvalidArgumentError("output_token_ids", f"must be fewer than the {kv.num_tokens} of kv.num_tokens")
@@ -132,7 +148,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return Accept(
             attempt_id=attempt_id,
             kv=kv,
-            first_token_id=request.first_token_id,
+            first_token_id=None if kv.is_growing else request.first_token_id,
+            source_block_size=facts.layout.block_size,
             sampling=sampling,
             stop=stop,
             prompt_ids=_read_prompt(request, sampling, vocab_size=facts.vocab_size),
@@ -160,7 +177,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 self._note_handover(item)
                 return decode_pb2.DecodeResponse(
                     handover=decode_pb2.HandoverDone(
-                        transport=item.transport, num_bytes=item.num_bytes, wait_s=item.wait_s, copy_s=item.copy_s
+                        transport=item.transport,
+                        num_bytes=item.num_bytes,
+                        wait_s=item.wait_s,
+                        copy_s=item.copy_s,
+                        num_parts=item.num_parts,
                     )
                 )
             case Finished():
@@ -180,7 +201,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._tracer,
             "decode.handover",
             event.copy_s,
-            attributes={"baton.transport": event.transport, "baton.num_bytes": event.num_bytes},
+            attributes={
+                "baton.transport": event.transport,
+                "baton.num_bytes": event.num_bytes,
+                "baton.num_parts": event.num_parts,
+            },
         )
         self._instruments.handover_time.labels(event.transport).observe(event.copy_s)
         self._instruments.handover_bytes.labels(event.transport).inc(event.num_bytes)

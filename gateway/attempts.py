@@ -26,7 +26,7 @@ from baton.core.errors import ResourceExhaustedError, ServingError, UnavailableE
 from baton.core.generation import FinishReason
 from baton.core.ids import new_attempt_id
 from gateway.losses import loss_of
-from gateway.worker_calls import DecodeEnd, FirstToken
+from gateway.worker_calls import DecodeEnd, FirstToken, GrowingCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gateway.prefixes import KnownPrefixes
     from gateway.progress import Progress
     from gateway.routing import Router
-    from gateway.worker_calls import Attempt, PrefillCall, WorkerCalls
+    from gateway.worker_calls import Attempt, DecodeCall, PrefillCall, WorkerCalls
 
 _log = logging.getLogger(__name__)
 
@@ -201,13 +201,15 @@ class Attempts:
         """From the grant to the end of the calls."""
         output, emit = self._course.output, self._course.emit
         try:
-            async with self._prefill(grant, attempt) as (call, first):
+            async with self._prefill(grant, attempt) as (call, first, early):
                 self._output_ids.append(first.token_id)
                 await emit(output.push((first.token_id,), first.logprobs))
                 has_more = first.kv is not None and not output.is_stopped
                 async with asyncio.TaskGroup() as tasks:
                     release = tasks.create_task(_release_prefill(call, place))
-                    reason = await self._decode(grant, attempt, first) if has_more else first.finish_reason
+                    reason = first.finish_reason
+                    if has_more:
+                        reason = await self._decode(grant, early or self._open_decode(grant, attempt, first))
                     await finish(reason, self._cached_tokens)
                     if has_more or first.kv is None:  # else nobody takes the cache over: leaving gives it up
                         await asyncio.wait([release], timeout=_RELEASE_WAIT_S)
@@ -216,22 +218,35 @@ class Attempts:
             raise _cause(group) from group
 
     @asynccontextmanager
-    async def _prefill(self, grant: Grant, attempt: Attempt) -> AsyncIterator[tuple[PrefillCall, FirstToken]]:
-        """The prefill call and its first token; the call stays open, and with it the lease, for the block."""
+    async def _prefill(
+        self, grant: Grant, attempt: Attempt
+    ) -> AsyncIterator[tuple[PrefillCall, FirstToken, DecodeCall | None]]:
+        """The prefill call and its first token; the call stays open, and with it the lease, for the block.
+
+        And the decode call, where the decode worker takes the cache over as it grows. How that fares is seen when it is
+        read, after the first token.
+        """
+        early: DecodeCall | None = None
         async with AsyncExitStack() as stack:
             with self._course.phases.enter("prefill") as span:
                 span.set_attribute("baton.worker_id", grant.prefill.worker_id)
                 call = self._deployment.workers.prefill(grant.prefill, attempt, self._course.remaining_s())
                 await stack.enter_async_context(call)
                 while not isinstance(first := await call.next(), FirstToken):
-                    await self._emit_scored(first)
+                    if isinstance(first, GrowingCache):
+                        early = await stack.enter_async_context(self._open_decode(grant, attempt, first))
+                    else:
+                        await self._emit_scored(first)
             self._deployment.prefixes.learn(self._course.prefix_names, grant.prefill)
             if not self._output_ids:
                 self._cached_tokens = first.cached_tokens
                 self._course.progress.first_token()
             else:
                 self._course.progress.tokens(1)
-            yield call, first
+            yield call, first, early
+
+    def _open_decode(self, grant: Grant, attempt: Attempt, cache: FirstToken | GrowingCache) -> DecodeCall:
+        return self._deployment.workers.decode(grant.decode, attempt, cache, self._course.remaining_s())
 
     async def _emit_scored(self, scored: ScoredPrompt) -> None:
         """Emits what no earlier attempt has scored."""
@@ -247,11 +262,10 @@ class Attempts:
                 )
             )
 
-    async def _decode(self, grant: Grant, attempt: Attempt, first: FirstToken) -> FinishReason | None:
+    async def _decode(self, grant: Grant, call: DecodeCall) -> FinishReason | None:
         course = self._course
         with course.phases.enter("decode") as span:
             span.set_attribute("baton.worker_id", grant.decode.worker_id)
-            call = self._deployment.workers.decode(grant.decode, attempt, first, course.remaining_s())
             async with call:
                 with course.phases.enter("handover") as handover_span:
                     handover = await call.handover()

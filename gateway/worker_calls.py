@@ -81,6 +81,13 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowingCache:
+    """The first chunk of a longer prompt is computed: `kv` goes to the decode worker, which copies it as it grows."""
+
+    kv: kv_transfer_pb2.KvDescriptor
+
+
+@dataclass(frozen=True, slots=True)
 class Handover:
     """The decode worker has the KV cache."""
 
@@ -130,15 +137,17 @@ class WorkerCalls:
         )
         return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 
-    def decode(self, worker: WorkerRecord, attempt: Attempt, first: FirstToken, timeout_s: float) -> DecodeCall:
-        """A call that takes the KV cache of `first` over and generates."""
+    def decode(
+        self, worker: WorkerRecord, attempt: Attempt, cache: FirstToken | GrowingCache, timeout_s: float
+    ) -> DecodeCall:
+        """A call that takes the KV cache over and generates. It begins at once, before anything is read of it."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
         num_prompt_tokens = attempt.num_prompt_tokens
         request = decode_pb2.DecodeRequest(
             attempt_id=attempt.attempt_id,
             fingerprint=fingerprint_message(attempt.fingerprint),
-            kv=first.kv,
-            first_token_id=first.token_id,
+            kv=cache.kv,
+            first_token_id=cache.token_id if isinstance(cache, FirstToken) else 0,
             sampling=sampling_message(attempt.sampling),
             max_tokens=attempt.stop.max_tokens,
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
@@ -229,14 +238,16 @@ class PrefillCall(_WorkerCall):
         super().__init__(stream, attempt)
         self._next_scored = 1
 
-    async def next(self) -> ScoredPrompt | FirstToken:
-        """Waits for the next part of the prompt that was scored, or for the end of its computation."""
+    async def next(self) -> ScoredPrompt | GrowingCache | FirstToken:
+        """Waits for the next part of the prompt that was scored, its first chunk, or the end of its computation."""
         while (response := await self._stream.read()) is not None:
             # Events that this version does not know are passed over.
             if response.WhichOneof("event") == "first_token":
                 return self._checked(response.first_token)
             if response.WhichOneof("event") == "prompt_logprobs":
                 return self._scored(response.prompt_logprobs)
+            if response.WhichOneof("event") == "growing_cache":
+                return GrowingCache(response.growing_cache)
             if response.WhichOneof("event") == "released":
                 raise self._stream.fault("released the KV cache before the first token")
         raise self._stream.cut_short()

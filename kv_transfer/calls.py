@@ -13,9 +13,9 @@ from kv_transfer import wire
 from kv_transfer.errors import PeerGoneError, StaleLeaseError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from kv_transfer.descriptor import KVDescriptor, PeerPool
+    from kv_transfer.descriptor import Growth, KVDescriptor, PeerPool
     from kv_transfer.handshake import Endpoint
     from kv_transfer.lease import LeaseOutcome
 
@@ -68,6 +68,27 @@ class SourceCalls:
         except NotFoundError as error:
             raise StaleLeaseError(f"lease {descriptor.lease_id} ended while the request waited") from error
         return answer.lease_s
+
+    async def follow(self, descriptor: KVDescriptor, secret: bytes) -> AsyncIterator[Growth]:
+        """What may be read of a growing cache, as it grows.
+
+        Not repeated, and without a time limit, for a prompt takes its time: whoever renews the lease meanwhile finds
+        out when the source is gone. StaleLeaseError when the lease ended, PeerGoneError when the source is gone.
+        """
+        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(descriptor.address))
+        request = kv_transfer_pb2.FollowLeaseRequest(
+            lease_id=descriptor.lease_id, incarnation=descriptor.incarnation, pair_secret=secret
+        )
+        try:
+            async for progress in stub.FollowLease(request):
+                yield wire.growth_from_proto(progress)
+        except grpc.aio.AioRpcError as failure:
+            error = self._from_call(failure)
+            if isinstance(error, NotFoundError):
+                raise StaleLeaseError(f"lease {descriptor.lease_id} ended before its cache was complete") from failure
+            if isinstance(error, UnavailableError):
+                raise PeerGoneError(f"the worker at {descriptor.address} went away") from failure
+            raise error from failure
 
     async def release(self, descriptor: KVDescriptor, secret: bytes, outcome: LeaseOutcome, budget_s: float) -> None:
         """Ends the lease, whether or not it still lives."""

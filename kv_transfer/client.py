@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kv_transfer.calls import SourceCalls
-    from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool
+    from kv_transfer.descriptor import Growth, KVDescriptor, PeerKey, PeerPool
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +50,28 @@ class PeerTimings:
 class HeldLease:
     """A lease that is being renewed. Exactly one release is sent for it, whatever happens."""
 
-    def __init__(self, release: Callable[[LeaseOutcome, bytes | None], None]) -> None:
-        self.secret: bytes | None = None  # of the pair that first named the lease, once there is one
+    def __init__(
+        self,
+        release: Callable[[LeaseOutcome, bytes | None], None],
+        follow: Callable[[Callable[[Growth], None]], None],
+    ) -> None:
+        self.pool: PeerPool | None = None
+        """Where its blocks lie; known inside the block."""
         self._release = release
+        self._follow = follow
         self._ended = False
+
+    @property
+    def secret(self) -> bytes | None:
+        """Of the pair that first named the lease, once there is one."""
+        return None if self.pool is None else self.pool.secret
+
+    def follow(self, tell: Callable[[Growth], None]) -> None:
+        """Has `tell` called with all that may be read of a growing cache, in order, while the block is not left.
+
+        When that breaks off before the cache is complete, the block is cancelled as for a lost lease.
+        """
+        self._follow(tell)
 
     def consumed(self) -> None:
         """The blocks are in this worker's pool: the source may have its own back."""
@@ -128,13 +146,17 @@ class PeerDirectory:
         source doesn't answer. A source that refuses the handshake gives no secret, and so cannot be told of the
         abandonment: there the lease ends by expiry, or sooner by whoever sent the descriptor.
         """
-        lease = HeldLease(lambda outcome, secret: self._send_release(descriptor, outcome, secret))
+        beside: list[asyncio.Task[None]] = []
+
+        def follow(tell: Callable[[Growth], None]) -> None:
+            beside.append(tasks.create_task(self._tell_growth(descriptor, lease, tell)))
+
+        lease = HeldLease(lambda outcome, secret: self._send_release(descriptor, outcome, secret), follow)
         try:
             async with asyncio.TaskGroup() as tasks:
-                renewing = tasks.create_task(self._keep_alive(descriptor, lease))
+                beside.append(tasks.create_task(self._keep_alive(descriptor, lease)))
                 try:
-                    pool = await self._connect(descriptor)
-                    lease.secret = pool.secret
+                    pool = lease.pool = await self._connect(descriptor)
                     if not pool.handles:
                         raise NoTransportError(
                             f"no transport joins this worker and {pool.peer}: see handover.transports of both"
@@ -142,7 +164,8 @@ class PeerDirectory:
                     descriptor.require_fits(pool.layout)
                     yield lease
                 finally:
-                    renewing.cancel()
+                    for task in beside:
+                        task.cancel()
         except BaseExceptionGroup as group:
             # The renewal's failure or the block's own: whoever holds one lease has one reason to fail.
             raise group.exceptions[0] from None
@@ -212,6 +235,15 @@ class PeerDirectory:
             if lease.is_ended:
                 return
             lease_s = await self._renew(descriptor, lease, budget_s=lease_s * (1 - 1 / _RENEWALS_PER_LEASE))
+
+    async def _tell_growth(self, descriptor: KVDescriptor, lease: HeldLease, tell: Callable[[Growth], None]) -> None:
+        assert lease.secret is not None, "followed inside the block"
+        try:
+            async for growth in self._calls.follow(descriptor, lease.secret):
+                tell(growth)
+        except ServingError:
+            if not lease.is_ended:
+                raise
 
     async def _renew(self, descriptor: KVDescriptor, lease: HeldLease, *, budget_s: float) -> float:
         try:

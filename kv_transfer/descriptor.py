@@ -6,13 +6,15 @@ worker's server and engine processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.core.model import KVLayout
 
 
@@ -113,11 +115,14 @@ class PeerPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDescriptor:
-    """A finished KV cache in a source's pool, readable while its lease lasts.
+    """A KV cache in a source's pool, readable while its lease lasts.
 
     `block_ids[i]` holds positions [i * block size, (i + 1) * block size); the cache holds positions
     [0, num_tokens). `lease_s` counts from the moment the descriptor was sent: a duration, because two
     processes' clocks cannot be compared.
+
+    One that `is_growing` names no blocks: its parts do, as `Growth` tells of them. A part is a descriptor of the
+    positions from the lease's block number `first_block` on.
     """
 
     lease_id: str
@@ -129,6 +134,14 @@ class KVDescriptor:
     block_ids: tuple[int, ...]
     num_tokens: int
     lease_s: float
+    is_growing: bool = False
+    first_block: int = 0
+
+    def part(self, first_block: int, block_ids: Sequence[int], num_tokens: int) -> KVDescriptor:
+        """Of a growing cache the positions in these blocks of it, which are computed."""
+        return replace(
+            self, is_growing=False, first_block=first_block, block_ids=tuple(block_ids), num_tokens=num_tokens
+        )
 
     @property
     def peer(self) -> PeerKey:
@@ -137,10 +150,18 @@ class KVDescriptor:
 
     def require_fits(self, layout: KVLayout) -> None:
         """Raises InvalidArgumentError unless the blocks are as many as `num_tokens` positions need."""
-        expected = layout.blocks_for(self.num_tokens)
+        expected = 0 if self.is_growing else layout.blocks_for(self.num_tokens)
         if len(self.block_ids) != expected:
             raise InvalidArgumentError(
                 "kv.block_ids",
                 f"{len(self.block_ids)} blocks for {self.num_tokens} tokens, must be {expected} "
                 f"of {layout.block_size} tokens",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """More of a growing cache may be read: its next blocks. With the last ones comes the prompt's first token."""
+
+    block_ids: tuple[int, ...]
+    first_token_id: int | None = None

@@ -78,7 +78,8 @@ class DistReader:
     def _read(self, session: DistSession, descriptor: KVDescriptor, destination: Destination) -> None:
         runs = list(_runs(descriptor.block_ids, destination))
         pieces = pieces_of(runs, self._pool.layout.block_bytes)
-        call = session.call(descriptor.lease_id, pieces)
+        asked = tuple((descriptor.first_block + first, count) for first, count in pieces)
+        call = session.call(descriptor.lease_id, asked)
         _require_live(descriptor, session.answer(call, "go"))
         try:
             checksums = self._receive(session.link(), destination, pieces)

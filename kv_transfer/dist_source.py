@@ -92,7 +92,8 @@ class DistSource:
 
     def is_live(self, lease: Lease) -> bool:
         """Whether the lease has not ended."""
-        return self._find(lease.lease_id) is lease
+        found = self._find(lease.lease_id)
+        return found is not None and found.generation == lease.generation
 
     def reply(self, call: Call, stage: str, **words: Any) -> None:
         """Tells the reader something; it waits for `stage`."""

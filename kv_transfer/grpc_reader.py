@@ -73,7 +73,8 @@ class GrpcReader:
         num_blocks, block_bytes = len(descriptor.block_ids), self._pool.layout.block_bytes
         group_blocks = min(num_blocks, max(1, PART_BYTES // block_bytes))
         staging = torch.empty((group_blocks, block_bytes), dtype=torch.uint8)
-        pieces = self._pieces(descriptor, num_blocks * block_bytes)
+        first_byte = descriptor.first_block * block_bytes
+        pieces = self._pieces(descriptor, first_byte, first_byte + num_blocks * block_bytes)
         try:
             rest = b""
             for first in range(0, num_blocks, group_blocks):
@@ -99,12 +100,12 @@ class GrpcReader:
             call.cancel()
         self._channel.close()
 
-    def _pieces(self, descriptor: KVDescriptor, num_bytes: int) -> Generator[bytes]:
-        """All bytes of the lease, in order, checked."""
+    def _pieces(self, descriptor: KVDescriptor, first_byte: int, end: int) -> Generator[bytes]:
+        """These bytes of the lease, in order, checked."""
         open_calls: deque[tuple[Any, int]] = deque()
         try:
-            for start in range(0, num_bytes, PART_BYTES):
-                part_bytes = min(PART_BYTES, num_bytes - start)
+            for start in range(first_byte, end, PART_BYTES):
+                part_bytes = min(PART_BYTES, end - start)
                 open_calls.append((self._open(descriptor, start, part_bytes), part_bytes))
                 if len(open_calls) == _OPEN_CALLS:
                     yield from _checked(*open_calls[0])

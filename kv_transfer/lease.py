@@ -3,7 +3,11 @@
 A pure state machine: no I/O, no torch, the clock passed in. It lives in the prefill engine process, next to
 the block pool, and is driven by that process alone.
 
-    granted ──renew──▶ granted ──release or expire──▶ ended
+    growing ──grow──▶ growing ──complete──▶ granted ──renew──▶ granted ──release or expire──▶ ended
+       └──────────────────────────release──────────────────────────────────────────────────────▶
+
+A growing lease is on a cache whose prompt is still computed: it names the blocks that are done, does not expire, for
+whoever computes is alive, and its blocks are not to be freed before the computation has stopped.
 
 Three rules make the handover safe, and each is kept here rather than by callers:
 
@@ -17,8 +21,9 @@ Three rules make the handover safe, and each is kept here rather than by callers
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,11 +66,15 @@ class Lease:
     slot: int
     generation: int
     block_ids: tuple[int, ...]
+    is_growing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedLease:
-    """A lease that has just ended. Whoever receives it must free `lease.block_ids`, and nobody else will."""
+    """A lease that has just ended. Whoever receives it must free `lease.block_ids`, and nobody else will.
+
+    When it was growing, all blocks of the attempt are still its computation's, and are freed after that.
+    """
 
     lease: Lease
     outcome: LeaseOutcome
@@ -106,11 +115,11 @@ class LeaseTable:
         """Leases that have not ended."""
         return len(self._active)
 
-    def grant(self, lease_id: str, attempt_id: str, block_ids: Sequence[int]) -> Lease:
+    def grant(self, lease_id: str, attempt_id: str, block_ids: Sequence[int], *, is_growing: bool = False) -> Lease:
         """Lets one reader read `block_ids`, whose contents must be complete. The lease owns them from here on.
 
-        Raises AlreadyExistsError for the id of a live lease, and ResourceExhaustedError when all slots are taken;
-        the blocks then stay the caller's.
+        A growing one gets the others by `grow`. Raises AlreadyExistsError for the id of a live lease, and
+        ResourceExhaustedError when all slots are taken; the blocks then stay the caller's.
         """
         if lease_id in self._active:
             raise AlreadyExistsError(f"lease {lease_id} is live")
@@ -128,11 +137,31 @@ class LeaseTable:
             slot=self._free_slots.popleft(),
             generation=self._last_generation,
             block_ids=tuple(block_ids),
+            is_growing=is_growing,
         )
         now_s = self._clock.monotonic_s()
-        self._active[lease_id] = _Active(lease, granted_at_s=now_s, deadline_s=now_s + self._lease_s)
+        deadline_s = math.inf if is_growing else now_s + self._lease_s
+        self._active[lease_id] = _Active(lease, granted_at_s=now_s, deadline_s=deadline_s)
         self._fences.store(lease.slot, lease.generation)
         return lease
+
+    def grow(self, lease_id: str, block_ids: Sequence[int], *, is_complete: bool = False) -> Lease:
+        """Lets a growing lease's reader read `block_ids` too; their contents are complete from here on.
+
+        With `is_complete` these are the last ones: the lease must be renewed from now on, and owns all its blocks.
+        LeaseNotFoundError when it has ended.
+        """
+        active = self._active.get(lease_id)
+        if active is None:
+            raise LeaseNotFoundError(f"lease {lease_id} has ended")
+        assert active.lease.is_growing, "a complete lease does not grow"
+        # Another object, stored whole: other threads look at it.
+        active.lease = replace(
+            active.lease, block_ids=(*active.lease.block_ids, *block_ids), is_growing=not is_complete
+        )
+        if is_complete:
+            active.deadline_s = self._clock.monotonic_s() + self._lease_s
+        return active.lease
 
     def find(self, lease_id: str) -> Lease | None:
         """The lease while it lives: it is gone from here before anything else happens to its blocks.
@@ -147,7 +176,8 @@ class LeaseTable:
         active = self._active.get(lease_id)
         if active is None:
             raise LeaseNotFoundError(f"lease {lease_id} has ended")
-        active.deadline_s = self._clock.monotonic_s() + self._lease_s
+        if not active.lease.is_growing:
+            active.deadline_s = self._clock.monotonic_s() + self._lease_s
         return self._lease_s
 
     def release(self, lease_id: str, outcome: LeaseOutcome) -> EndedLease | None:
@@ -161,11 +191,9 @@ class LeaseTable:
         return [self._end(lease_id, LeaseOutcome.EXPIRED) for lease_id in overdue]
 
     def next_expiry_s(self) -> float | None:
-        """Seconds until `expire` has something to do, 0 when it has already; None without a live lease."""
-        if not self._active:
-            return None
-        first_s = min(active.deadline_s for active in self._active.values())
-        return max(0.0, first_s - self._clock.monotonic_s())
+        """Seconds until `expire` has something to do, 0 when it has already; None without a lease that expires."""
+        first_s = min((active.deadline_s for active in self._active.values()), default=math.inf)
+        return None if first_s == math.inf else max(0.0, first_s - self._clock.monotonic_s())
 
     def end_all(self) -> list[EndedLease]:
         """Ends every lease as abandoned: the source shuts down."""

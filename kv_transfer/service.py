@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import grpc.aio
 
     from kv_transfer.block_stream import BlockStream, LeasedBlocks
-    from kv_transfer.descriptor import PoolHandle
+    from kv_transfer.descriptor import Growth, PoolHandle
     from kv_transfer.handshake import Endpoint
     from kv_transfer.lease import LeaseOutcome
     from kv_transfer.pairs import PairSecrets
@@ -35,6 +35,10 @@ class LeaseHolder(Protocol):
 
     async def release_lease(self, lease_id: str, pair: str, outcome: LeaseOutcome) -> None:
         """Ends a lease. Nothing to do when it has ended before."""
+        ...
+
+    def follow_lease(self, lease_id: str, pair: str) -> AsyncIterator[Growth]:
+        """What may be read of a growing cache, as it grows. LeaseNotFoundError when the lease ends before its end."""
         ...
 
     def leased_blocks(self, lease_id: str, pair: str) -> LeasedBlocks:
@@ -82,6 +86,13 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         pair = self._require_pair(request)
         return kv_transfer_pb2.RenewLeaseResponse(lease_s=await self._leases.renew_lease(request.lease_id, pair))
 
+    async def FollowLease(
+        self, request: kv_transfer_pb2.FollowLeaseRequest, context: Context
+    ) -> AsyncIterator[kv_transfer_pb2.FollowLeaseResponse]:
+        """Streams what is computed of a growing cache."""
+        async for growth in self._leases.follow_lease(request.lease_id, self._require_pair(request)):
+            yield wire.growth_to_proto(growth)
+
     async def ReleaseLease(
         self, request: kv_transfer_pb2.ReleaseLeaseRequest, context: Context
     ) -> kv_transfer_pb2.ReleaseLeaseResponse:
@@ -108,6 +119,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     def _require_pair(
         self,
         request: kv_transfer_pb2.RenewLeaseRequest
+        | kv_transfer_pb2.FollowLeaseRequest
         | kv_transfer_pb2.ReleaseLeaseRequest
         | kv_transfer_pb2.PullBlocksRequest,
     ) -> str:

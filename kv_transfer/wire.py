@@ -17,6 +17,7 @@ from kv_transfer.block_stream import Part
 from kv_transfer.descriptor import (
     CudaIpcHandle,
     DistHandle,
+    Growth,
     GrpcHandle,
     KVDescriptor,
     PeerKey,
@@ -71,6 +72,7 @@ def descriptor_to_proto(descriptor: KVDescriptor) -> kv_transfer_pb2.KvDescripto
         block_ids=descriptor.block_ids,
         num_tokens=descriptor.num_tokens,
         lease_s=descriptor.lease_s,
+        is_growing=descriptor.is_growing,
     )
 
 
@@ -93,7 +95,19 @@ def descriptor_from_proto(message: kv_transfer_pb2.KvDescriptor, field: str = "k
         block_ids=tuple(message.block_ids),
         num_tokens=message.num_tokens,
         lease_s=message.lease_s,
+        is_growing=message.is_growing,
     )
+
+
+def growth_to_proto(growth: Growth) -> kv_transfer_pb2.FollowLeaseResponse:
+    """The growth's message."""
+    return kv_transfer_pb2.FollowLeaseResponse(block_ids=growth.block_ids, first_token_id=growth.first_token_id)
+
+
+def growth_from_proto(message: kv_transfer_pb2.FollowLeaseResponse) -> Growth:
+    """What a source says of a growing cache."""
+    first_token_id = message.first_token_id if message.HasField("first_token_id") else None
+    return Growth(tuple(message.block_ids), first_token_id)
 
 
 def layout_to_proto(layout: KVLayout) -> kv_transfer_pb2.KvLayout:

@@ -16,6 +16,7 @@ from baton.worker.messages import Cancel, Failed
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.lease import LeaseOutcome
 from prefill_worker.messages import (
+    CacheGrown,
     HeldCache,
     PromptDone,
     PromptScored,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from baton.core.clock import Clock
     from baton.engine.batch import BatchPlan, StepOutput
     from baton.structure.compiler import StructureCompiler
-    from kv_transfer.lease import EndedLease, LeaseTable
+    from kv_transfer.lease import EndedLease, Lease, LeaseTable
     from prefill_worker.messages import PrefillCommand, PrefillEvent
     from prefill_worker.scheduler import PrefillScheduler
 
@@ -43,7 +44,8 @@ class PrefillCore:
     """The books of a prefill engine (an `EngineCore`).
 
     `leases` has a slot for each attempt that `scheduler` runs at a time. An attempt's blocks belong to the
-    scheduler from its first chunk until its lease has ended.
+    scheduler from its first chunk until its lease has ended. With `grows_caches` the lease of a prompt of several
+    chunks begins after the first one, and grows with each.
     """
 
     def __init__(
@@ -52,11 +54,16 @@ class PrefillCore:
         leases: LeaseTable,
         clock: Clock,
         structures: StructureCompiler | None = None,
+        *,
+        grows_caches: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self._leases = leases
         self._clock = clock
         self._structures = structures
+        self._grows_caches = grows_caches
+        # Leases that their readers gave up before the prompts were done.
+        self._given_up: dict[str, EndedLease] = {}
         self._attempts: dict[str, Submit] = {}
         # Blocks of attempts in a planned step are being written: a cancel has to wait for the step's end.
         self._computing: set[str] = set()
@@ -91,7 +98,11 @@ class PrefillCore:
         self._end_step(plan)
         if output.prompt_logprobs:
             self._tell_scores(plan, output)
-        for index, prefill in self._scheduler.commit(plan):
+        ended = self._scheduler.commit(plan)
+        if self._grows_caches:
+            for piece in plan.slices:
+                self._grow(piece.attempt_id)
+        for index, prefill in ended:
             token_id = output.tokens[index]
             assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"
             submit = self._attempts[prefill.attempt_id]
@@ -112,8 +123,10 @@ class PrefillCore:
                     logprobs=output.logprobs.get(prefill.attempt_id),
                 )
             )
-            if reason is not None:
-                self._end(Released(attempt_id=prefill.attempt_id, outcome=None))
+            given_up = self._given_up.get(prefill.attempt_id)
+            if reason is not None or given_up is not None:
+                outcome = None if given_up is None else given_up.outcome
+                self._end(Released(attempt_id=prefill.attempt_id, outcome=outcome))
 
     def fail(self, plan: BatchPlan, error: ServingError) -> None:
         """Ends the attempts of a step that failed."""
@@ -208,11 +221,32 @@ class PrefillCore:
                     )
                 )
 
+    def _grow(self, attempt_id: str) -> None:
+        """Lets the reader of an attempt that still runs have what is computed."""
+        block_ids = self._scheduler.computed_blocks(attempt_id)
+        submit = self._attempts.get(attempt_id)
+        if submit is None or not block_ids or attempt_id in self._given_up:
+            return
+        if submit.stop.max_tokens == submit.num_output_tokens + 1:  # no cache is kept
+            return
+        lease = self._leases.find(submit.lease_id)
+        is_new = lease is None
+        if lease is None:
+            lease = self._leases.grant(submit.lease_id, attempt_id, block_ids, is_growing=True)
+        elif len(block_ids) > len(lease.block_ids):
+            lease = self._leases.grow(submit.lease_id, block_ids[len(lease.block_ids) :])
+        else:
+            return
+        self._events.append(CacheGrown(attempt_id=attempt_id, cache=_held(lease), is_new=is_new))
+
     def _hold(self, lease_id: str, prefill: Prefill) -> HeldCache:
-        lease = self._leases.grant(lease_id, prefill.attempt_id, prefill.block_table)
-        return HeldCache(
-            lease_id=lease_id, slot=lease.slot, generation=lease.generation, block_ids=tuple(prefill.block_table)
-        )
+        """The whole cache under its lease; where its reader has given that up, what it was."""
+        if (given_up := self._given_up.get(prefill.attempt_id)) is not None:
+            return _held(given_up.lease)
+        growing = self._leases.find(lease_id)
+        if growing is None:
+            return _held(self._leases.grant(lease_id, prefill.attempt_id, prefill.block_table))
+        return _held(self._leases.grow(lease_id, prefill.block_table[len(growing.block_ids) :], is_complete=True))
 
     def _cancel(self, attempt_id: str) -> None:
         submit = self._attempts.get(attempt_id)
@@ -221,18 +255,26 @@ class PrefillCore:
         if attempt_id in self._computing:
             self._cancelled.add(attempt_id)  # `_end_step` comes back to it
             return
-        ended = self._leases.release(submit.lease_id, LeaseOutcome.ABANDONED)
-        if ended is not None:
-            self._end_lease(ended)
+        lease = self._leases.find(submit.lease_id)
+        if lease is not None and not lease.is_growing:
+            self._end_lease(self._leases.release(submit.lease_id, LeaseOutcome.ABANDONED))
         else:
             self._end(Failed(attempt_id=attempt_id, error=CancelledError("the prefill was cancelled")))
 
     def _end_lease(self, ended: EndedLease | None) -> None:
-        if ended is not None:
+        if ended is not None and ended.lease.is_growing:
+            self._given_up[ended.lease.attempt_id] = ended  # the computation has the blocks; it goes on
+        elif ended is not None:
             self._end(Released(attempt_id=ended.lease.attempt_id, outcome=ended.outcome))
 
     def _end(self, event: Released | Failed) -> None:
-        del self._attempts[event.attempt_id]
+        submit = self._attempts.pop(event.attempt_id)
+        self._leases.release(submit.lease_id, LeaseOutcome.ABANDONED)
+        self._given_up.pop(event.attempt_id, None)
         was_here = self._scheduler.release(event.attempt_id)
         assert was_here, f"{event.attempt_id} has ended before"
         self._events.append(event)
+
+
+def _held(lease: Lease) -> HeldCache:
+    return HeldCache(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation, block_ids=lease.block_ids)

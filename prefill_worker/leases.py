@@ -7,18 +7,22 @@ that crosses its lease's end is answered with a yes, and the reader finds the fe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.worker.messages import Failed
+from kv_transfer.descriptor import Growth
 from kv_transfer.errors import LeaseNotFoundError
-from prefill_worker.messages import PromptDone, Released, ReleaseLease, RenewLease
+from kv_transfer.lease import LeaseOutcome
+from prefill_worker.messages import CacheGrown, PromptDone, Released, ReleaseLease, RenewLease
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from baton.telemetry.instruments import WorkerInstruments
     from baton.worker.engine_loop import EventBatch
-    from kv_transfer.lease import LeaseOutcome
     from prefill_worker.messages import HeldCache, PrefillCommand
 
 
@@ -30,36 +34,82 @@ class LiveLeases:
         self._lease_s = lease_s
         self._instruments = instruments
         self._lease_of: dict[str, str] = {}  # attempt id -> lease id
-        self._live: dict[str, HeldCache] = {}
-        self._pair_of: dict[str, str] = {}  # lease id -> the first pair that named it
+        self._live: dict[str, _Live] = {}
 
     def observe(self, batch: EventBatch) -> None:
         """Follows the engine's events."""
         for event in batch.events:
-            if isinstance(event, PromptDone) and event.cache is not None:
-                self._lease_of[event.attempt_id] = event.cache.lease_id
-                self._live[event.cache.lease_id] = event.cache
-            elif isinstance(event, Released) and event.outcome is not None:
-                self._instruments.leases.labels(event.outcome.value).inc()
-                lease_id = self._lease_of.pop(event.attempt_id)
-                self._live.pop(lease_id, None)
-                self._pair_of.pop(lease_id, None)
+            if isinstance(event, CacheGrown):
+                self._grow(event.attempt_id, event.cache, None)
+            elif isinstance(event, PromptDone) and event.cache is not None:
+                self._grow(event.attempt_id, event.cache, event.token_id)
+            elif isinstance(event, Released | Failed):
+                self._forget(event)
 
     async def renew_lease(self, lease_id: str, pair: str) -> float:
         """Passes a renewal on; LeaseNotFoundError when the lease is known to have ended or is another pair's."""
-        self.leased_blocks(lease_id, pair)
+        self._find(lease_id, pair)
         self._send(RenewLease(lease_id=lease_id))
         return self._lease_s
 
     async def release_lease(self, lease_id: str, pair: str, outcome: LeaseOutcome) -> None:
         """Passes a release on. Nothing to do when the lease has ended or is another pair's."""
         with contextlib.suppress(LeaseNotFoundError):
-            self.leased_blocks(lease_id, pair)
+            self._find(lease_id, pair)
             self._send(ReleaseLease(lease_id=lease_id, outcome=outcome))
 
     def leased_blocks(self, lease_id: str, pair: str) -> HeldCache:
         """What the lease lets its pair read; LeaseNotFoundError when it is known to have ended or is another's."""
-        cache = self._live.get(lease_id)
-        if cache is None or self._pair_of.setdefault(lease_id, pair) != pair:
+        return self._find(lease_id, pair).cache
+
+    async def follow_lease(self, lease_id: str, pair: str) -> AsyncIterator[Growth]:
+        """What its pair may read, from the first block on, until the cache is complete.
+
+        LeaseNotFoundError when the lease ends before that, or is another's.
+        """
+        num_told = 0
+        while True:
+            live = self._find(lease_id, pair)
+            # All of one moment: it goes on while the follower is told.
+            news, more, first_token_id = live.news, live.cache.block_ids[num_told:], live.first_token_id
+            if more or first_token_id is not None:
+                yield Growth(more, first_token_id)
+                num_told += len(more)
+            if first_token_id is not None:
+                return
+            await news.wait()
+
+    def _find(self, lease_id: str, pair: str) -> _Live:
+        live = self._live.get(lease_id)
+        if live is not None and live.pair is None:
+            live.pair = pair  # the first that names it
+        if live is None or live.pair != pair:
             raise LeaseNotFoundError(f"lease {lease_id} has ended")
-        return cache
+        return live
+
+    def _grow(self, attempt_id: str, cache: HeldCache, first_token_id: int | None) -> None:
+        self._lease_of[attempt_id] = cache.lease_id
+        live = self._live.setdefault(cache.lease_id, _Live(cache=cache))
+        live.cache, live.first_token_id = cache, first_token_id
+        live.tell()
+
+    def _forget(self, event: Released | Failed) -> None:
+        lease_id = self._lease_of.pop(event.attempt_id, None)
+        if lease_id is not None:
+            outcome = event.outcome if isinstance(event, Released) else None
+            self._instruments.leases.labels((outcome or LeaseOutcome.ABANDONED).value).inc()
+            self._live.pop(lease_id).tell()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    """`news` is set, and replaced, at each change. `pair`: whose the lease is, once somebody has named it."""
+
+    cache: HeldCache
+    first_token_id: int | None = None
+    pair: str | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self) -> None:
+        news, self.news = self.news, asyncio.Event()
+        news.set()

@@ -78,12 +78,22 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldCache:
-    """The KV cache of a computed prompt, for one reader, while its lease lasts."""
+    """The KV cache of a prompt, as far as it is computed, for one reader, while its lease lasts."""
 
     lease_id: str
     slot: int
     generation: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGrown:
+    """A chunk of a prompt is computed, and more of its cache may be read; `is_new` when nothing could before."""
+
+    is_last: ClassVar[bool] = False
+    attempt_id: str
+    cache: HeldCache
+    is_new: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,4 +121,4 @@ class Released:
 
 
 PrefillCommand = Submit | Cancel | RenewLease | ReleaseLease
-PrefillEvent = Started | PromptScored | PromptDone | Released | Failed
+PrefillEvent = Started | PromptScored | CacheGrown | PromptDone | Released | Failed

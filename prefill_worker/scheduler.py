@@ -195,6 +195,11 @@ class PrefillScheduler:
                 ended.append((index, prefill))
         return ended
 
+    def computed_blocks(self, attempt_id: str) -> list[int]:
+        """Blocks of a prompt that runs whose every position is computed; empty for others. They stay what they are."""
+        prefill = self._running.get(attempt_id)
+        return [] if prefill is None else prefill.block_table[: prefill.num_computed_tokens // self._pool.block_size]
+
     def release(self, attempt_id: str) -> bool:
         """Forgets an attempt in whatever state and frees its blocks; False when it is not here. Not during a step."""
         for attempts in (self._waiting, self._running, self._held):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
@@ -14,7 +15,7 @@ from baton.worker import requests
 from baton.worker.messages import Cancel, Failed
 from kv_transfer import wire
 from kv_transfer.descriptor import KVDescriptor
-from prefill_worker.messages import PromptDone, PromptScored, Released, Started, Submit
+from prefill_worker.messages import CacheGrown, PromptDone, PromptScored, Released, Started, Submit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from baton.worker.description import WorkerDescription
     from baton.worker.engine_client import EngineClient
     from baton.worker.life import WorkerLife
-    from prefill_worker.messages import PrefillEvent
+    from prefill_worker.messages import HeldCache, PrefillEvent
     from prefill_worker.settings import PrefillWorkerSettings
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -68,7 +69,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             while True:
                 event = await attempt.next_event()
-                yield self._respond(event, submit)
+                if not isinstance(event, CacheGrown) or event.is_new:  # its reader follows the rest
+                    yield self._respond(event, submit)
                 if event.is_last:
                     return
         finally:
@@ -128,6 +130,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 return prefill_pb2.PrefillResponse(
                     prompt_logprobs=prefill_pb2.PromptLogprobs(first_position=event.first_position, logprobs=logprobs)
                 )
+            case CacheGrown():
+                growing = replace(self._descriptor(event.cache, len(submit.token_ids)), is_growing=True)
+                return prefill_pb2.PrefillResponse(growing_cache=wire.descriptor_to_proto(growing))
             case PromptDone():
                 self._note_computed(event, submit)
                 return prefill_pb2.PrefillResponse(first_token=self._first_token(event, len(submit.token_ids)))
@@ -165,19 +170,23 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if done.logprobs is not None:
             message.logprobs.CopyFrom(logprobs_message(done.logprobs))
         if done.cache is not None:
-            descriptor = KVDescriptor(
-                lease_id=done.cache.lease_id,
-                lease_slot=done.cache.slot,
-                generation=done.cache.generation,
-                worker_id=self._description.worker_id,
-                incarnation=self._description.incarnation,
-                address=self._description.address(),
-                block_ids=done.cache.block_ids,
-                num_tokens=num_tokens,
-                lease_s=self._settings.lease.lease_s,
-            )
-            message.kv.CopyFrom(wire.descriptor_to_proto(descriptor))
+            descriptor = self._descriptor(done.cache, num_tokens)
+            message.kv.CopyFrom(wire.descriptor_to_proto(replace(descriptor, block_ids=done.cache.block_ids)))
         return message
+
+    def _descriptor(self, cache: HeldCache, num_tokens: int) -> KVDescriptor:
+        """The cache's, without its blocks."""
+        return KVDescriptor(
+            lease_id=cache.lease_id,
+            lease_slot=cache.slot,
+            generation=cache.generation,
+            worker_id=self._description.worker_id,
+            incarnation=self._description.incarnation,
+            address=self._description.address(),
+            block_ids=(),
+            num_tokens=num_tokens,
+            lease_s=self._settings.lease.lease_s,
+        )
 
 
 def _read_salt(salt: str) -> str:

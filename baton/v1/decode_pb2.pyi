@@ -41,7 +41,9 @@ class DecodeRequest(_message.Message):
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     first_token_id: _builtins.int
-    """The first token, chosen by the prefill worker; its position is `kv.num_tokens`."""
+    """The first token, chosen by the prefill worker; its position is `kv.num_tokens`. Unset for a growing cache: the
+    source tells it.
+    """
     max_tokens: _builtins.int
     """Most tokens the whole request may generate, `output_token_ids` and the first one included; at least one more."""
     min_tokens: _builtins.int
@@ -56,7 +58,7 @@ class DecodeRequest(_message.Message):
 
     @_builtins.property
     def kv(self) -> _kv_transfer_pb2.KvDescriptor:
-        """The prompt's KV cache."""
+        """The prompt's KV cache. When it is still growing, what is ready of it is copied as it grows."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
@@ -154,6 +156,7 @@ class HandoverDone(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     COPY_S_FIELD_NUMBER: _builtins.int
+    NUM_PARTS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """Name of the transport that carried it: `shm`."""
     num_bytes: _builtins.int
@@ -162,6 +165,8 @@ class HandoverDone(_message.Message):
     """How long the request waited for room, in seconds."""
     copy_s: _builtins.float
     """How long the copy took, in seconds."""
+    num_parts: _builtins.int
+    """Pieces in which it was made, all but the last one while the prompt was computed."""
     def __init__(
         self,
         *,
@@ -169,10 +174,11 @@ class HandoverDone(_message.Message):
         num_bytes: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         copy_s: _builtins.float = ...,
+        num_parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_s", b"copy_s", "num_bytes", b"num_bytes", "transport", b"transport", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_s", b"copy_s", "num_bytes", b"num_bytes", "num_parts", b"num_parts", "transport", b"transport", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/kv_transfer.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"p\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"0\n\tShmHandle\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xf7\x01\n\rCudaIpcHandle\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x15\n\rmemory_handle\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12ref_counter_handle\x18\x05 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x06 \x01(\x04\x12\x14\n\x0c\x65vent_handle\x18\x07 \x01(\x0c\x12\x18\n\x10needs_event_sync\x18\x08 \x01(\x08\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rfence_segment\x18\n \x01(\t\"(\n\nDistHandle\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\x0c\n\nGrpcHandle\"\xdc\x01\n\nPoolHandle\x12\"\n\x03shm\x18\x01 \x01(\x0b\x32\x13.baton.v1.ShmHandleH\x00\x12+\n\x08\x63uda_ipc\x18\x02 \x01(\x0b\x32\x17.baton.v1.CudaIpcHandleH\x00\x12$\n\x04nccl\x18\x03 \x01(\x0b\x32\x14.baton.v1.DistHandleH\x00\x12$\n\x04gloo\x18\x04 \x01(\x0b\x32\x14.baton.v1.DistHandleH\x00\x12$\n\x04grpc\x18\x05 \x01(\x0b\x32\x14.baton.v1.GrpcHandleH\x00\x42\x0b\n\ttransport\"\xe1\x01\n\x10HandshakeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\ntransports\x18\x06 \x03(\x0e\x32\x13.baton.v1.Transport\x12\x16\n\x0e\x63onverts_dtype\x18\x07 \x01(\x08\"\xcc\x01\n\x11HandshakeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12%\n\x07handles\x18\x05 \x03(\x0b\x32\x14.baton.v1.PoolHandle\x12\x13\n\x0bpair_secret\x18\x06 \x01(\x0c\"\xb9\x01\n\x0cKvDescriptor\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nlease_slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x11\n\tblock_ids\x18\x07 \x03(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x0f\n\x07lease_s\x18\t \x01(\x01\"O\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0bpair_secret\x18\x03 \x01(\x0c\"%\n\x12RenewLeaseResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"z\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\'\n\x07outcome\x18\x03 \x01(\x0e\x32\x16.baton.v1.LeaseOutcome\x12\x13\n\x0bpair_secret\x18\x04 \x01(\x0c\"\x16\n\x14ReleaseLeaseResponse\"\x8f\x01\n\x11PullBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0bpair_secret\x18\x03 \x01(\x0c\x12\x12\n\nfirst_byte\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\r\x12\x17\n\x0fmax_piece_bytes\x18\x06 \x01(\r\"1\n\x12PullBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07*\x8d\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x01\x12\x11\n\rTRANSPORT_SHM\x10\x02\x12\x12\n\x0eTRANSPORT_NCCL\x10\x03\x12\x12\n\x0eTRANSPORT_GLOO\x10\x04\x12\x12\n\x0eTRANSPORT_GRPC\x10\x05*\x81\x01\n\x0cLeaseOutcome\x12\x1d\n\x19LEASE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16LEASE_OUTCOME_CONSUMED\x10\x01\x12\x1b\n\x17LEASE_OUTCOME_ABANDONED\x10\x02\x12\x19\n\x15LEASE_OUTCOME_EXPIRED\x10\x03\x32\xbc\x02\n\x11KvTransferService\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12G\n\nRenewLease\x12\x1b.baton.v1.RenewLeaseRequest\x1a\x1c.baton.v1.RenewLeaseResponse\x12M\n\x0cReleaseLease\x12\x1d.baton.v1.ReleaseLeaseRequest\x1a\x1e.baton.v1.ReleaseLeaseResponse\x12I\n\nPullBlocks\x12\x1b.baton.v1.PullBlocksRequest\x1a\x1c.baton.v1.PullBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/v1/kv_transfer.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"p\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"0\n\tShmHandle\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xf7\x01\n\rCudaIpcHandle\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x15\n\rmemory_handle\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12ref_counter_handle\x18\x05 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x06 \x01(\x04\x12\x14\n\x0c\x65vent_handle\x18\x07 \x01(\x0c\x12\x18\n\x10needs_event_sync\x18\x08 \x01(\x08\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rfence_segment\x18\n \x01(\t\"(\n\nDistHandle\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\x0c\n\nGrpcHandle\"\xdc\x01\n\nPoolHandle\x12\"\n\x03shm\x18\x01 \x01(\x0b\x32\x13.baton.v1.ShmHandleH\x00\x12+\n\x08\x63uda_ipc\x18\x02 \x01(\x0b\x32\x17.baton.v1.CudaIpcHandleH\x00\x12$\n\x04nccl\x18\x03 \x01(\x0b\x32\x14.baton.v1.DistHandleH\x00\x12$\n\x04gloo\x18\x04 \x01(\x0b\x32\x14.baton.v1.DistHandleH\x00\x12$\n\x04grpc\x18\x05 \x01(\x0b\x32\x14.baton.v1.GrpcHandleH\x00\x42\x0b\n\ttransport\"\xe1\x01\n\x10HandshakeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\ntransports\x18\x06 \x03(\x0e\x32\x13.baton.v1.Transport\x12\x16\n\x0e\x63onverts_dtype\x18\x07 \x01(\x08\"\xcc\x01\n\x11HandshakeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12%\n\x07handles\x18\x05 \x03(\x0b\x32\x14.baton.v1.PoolHandle\x12\x13\n\x0bpair_secret\x18\x06 \x01(\x0c\"\xcd\x01\n\x0cKvDescriptor\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nlease_slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x11\n\tblock_ids\x18\x07 \x03(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x0f\n\x07lease_s\x18\t \x01(\x01\x12\x12\n\nis_growing\x18\n \x01(\x08\"O\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0bpair_secret\x18\x03 \x01(\x0c\"%\n\x12RenewLeaseResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"P\n\x12\x46ollowLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0bpair_secret\x18\x03 \x01(\x0c\"X\n\x13\x46ollowLeaseResponse\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x1b\n\x0e\x66irst_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_first_token_id\"z\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\'\n\x07outcome\x18\x03 \x01(\x0e\x32\x16.baton.v1.LeaseOutcome\x12\x13\n\x0bpair_secret\x18\x04 \x01(\x0c\"\x16\n\x14ReleaseLeaseResponse\"\x8f\x01\n\x11PullBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0bpair_secret\x18\x03 \x01(\x0c\x12\x12\n\nfirst_byte\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\r\x12\x17\n\x0fmax_piece_bytes\x18\x06 \x01(\r\"1\n\x12PullBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07*\x8d\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x01\x12\x11\n\rTRANSPORT_SHM\x10\x02\x12\x12\n\x0eTRANSPORT_NCCL\x10\x03\x12\x12\n\x0eTRANSPORT_GLOO\x10\x04\x12\x12\n\x0eTRANSPORT_GRPC\x10\x05*\x81\x01\n\x0cLeaseOutcome\x12\x1d\n\x19LEASE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16LEASE_OUTCOME_CONSUMED\x10\x01\x12\x1b\n\x17LEASE_OUTCOME_ABANDONED\x10\x02\x12\x19\n\x15LEASE_OUTCOME_EXPIRED\x10\x03\x32\x8a\x03\n\x11KvTransferService\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12G\n\nRenewLease\x12\x1b.baton.v1.RenewLeaseRequest\x1a\x1c.baton.v1.RenewLeaseResponse\x12L\n\x0b\x46ollowLease\x12\x1c.baton.v1.FollowLeaseRequest\x1a\x1d.baton.v1.FollowLeaseResponse0\x01\x12M\n\x0cReleaseLease\x12\x1d.baton.v1.ReleaseLeaseRequest\x1a\x1e.baton.v1.ReleaseLeaseResponse\x12I\n\nPullBlocks\x12\x1b.baton.v1.PullBlocksRequest\x1a\x1c.baton.v1.PullBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORT']._serialized_start=1845
-  _globals['_TRANSPORT']._serialized_end=1986
-  _globals['_LEASEOUTCOME']._serialized_start=1989
-  _globals['_LEASEOUTCOME']._serialized_end=2118
+  _globals['_TRANSPORT']._serialized_start=2037
+  _globals['_TRANSPORT']._serialized_end=2178
+  _globals['_LEASEOUTCOME']._serialized_start=2181
+  _globals['_LEASEOUTCOME']._serialized_end=2310
   _globals['_KVLAYOUT']._serialized_start=63
   _globals['_KVLAYOUT']._serialized_end=175
   _globals['_SHMHANDLE']._serialized_start=177
@@ -53,19 +53,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKERESPONSE']._serialized_start=985
   _globals['_HANDSHAKERESPONSE']._serialized_end=1189
   _globals['_KVDESCRIPTOR']._serialized_start=1192
-  _globals['_KVDESCRIPTOR']._serialized_end=1377
-  _globals['_RENEWLEASEREQUEST']._serialized_start=1379
-  _globals['_RENEWLEASEREQUEST']._serialized_end=1458
-  _globals['_RENEWLEASERESPONSE']._serialized_start=1460
-  _globals['_RENEWLEASERESPONSE']._serialized_end=1497
-  _globals['_RELEASELEASEREQUEST']._serialized_start=1499
-  _globals['_RELEASELEASEREQUEST']._serialized_end=1621
-  _globals['_RELEASELEASERESPONSE']._serialized_start=1623
-  _globals['_RELEASELEASERESPONSE']._serialized_end=1645
-  _globals['_PULLBLOCKSREQUEST']._serialized_start=1648
-  _globals['_PULLBLOCKSREQUEST']._serialized_end=1791
-  _globals['_PULLBLOCKSRESPONSE']._serialized_start=1793
-  _globals['_PULLBLOCKSRESPONSE']._serialized_end=1842
-  _globals['_KVTRANSFERSERVICE']._serialized_start=2121
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2437
+  _globals['_KVDESCRIPTOR']._serialized_end=1397
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1399
+  _globals['_RENEWLEASEREQUEST']._serialized_end=1478
+  _globals['_RENEWLEASERESPONSE']._serialized_start=1480
+  _globals['_RENEWLEASERESPONSE']._serialized_end=1517
+  _globals['_FOLLOWLEASEREQUEST']._serialized_start=1519
+  _globals['_FOLLOWLEASEREQUEST']._serialized_end=1599
+  _globals['_FOLLOWLEASERESPONSE']._serialized_start=1601
+  _globals['_FOLLOWLEASERESPONSE']._serialized_end=1689
+  _globals['_RELEASELEASEREQUEST']._serialized_start=1691
+  _globals['_RELEASELEASEREQUEST']._serialized_end=1813
+  _globals['_RELEASELEASERESPONSE']._serialized_start=1815
+  _globals['_RELEASELEASERESPONSE']._serialized_end=1837
+  _globals['_PULLBLOCKSREQUEST']._serialized_start=1840
+  _globals['_PULLBLOCKSREQUEST']._serialized_end=1983
+  _globals['_PULLBLOCKSRESPONSE']._serialized_start=1985
+  _globals['_PULLBLOCKSRESPONSE']._serialized_end=2034
+  _globals['_KVTRANSFERSERVICE']._serialized_start=2313
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2707
 # @@protoc_insertion_point(module_scope)

@@ -4,7 +4,8 @@ isort:skip_file
 The handover of a KV cache from the prefill worker that built it to the decode worker that goes on.
 
 Once a pair: Handshake, which brings the pair's secret and the ways to the pool. Once a request: the decode worker
-reads the blocks that the descriptor names over the cheapest way that works, then releases the lease.
+reads the blocks that the descriptor names over the cheapest way that works, then releases the lease. While a prompt
+is still computed, FollowLease tells which blocks of it are.
 docs/kv_handover.md has the states.
 """
 
@@ -408,7 +409,7 @@ Global___HandshakeResponse: _TypeAlias = HandshakeResponse  # noqa: Y015
 
 @_typing.final
 class KvDescriptor(_message.Message):
-    """Names a finished KV cache in a prefill worker's pool, for one reader, while its lease lasts."""
+    """Names a KV cache in a prefill worker's pool, for one reader, while its lease lasts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -421,6 +422,7 @@ class KvDescriptor(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    IS_GROWING_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
     lease_slot: _builtins.int
@@ -437,6 +439,10 @@ class KvDescriptor(_message.Message):
     """The cache holds positions [0, num_tokens)."""
     lease_s: _builtins.float
     """How long the lease lasts from the moment this is sent, in seconds, unless renewed."""
+    is_growing: _builtins.bool
+    """Whether the prompt is still computed: `block_ids` is empty, and FollowLease tells them. Until it is done the lease
+    lasts without being renewed.
+    """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks in order of position: block i holds positions [i * block size, (i + 1) * block size)."""
@@ -453,10 +459,11 @@ class KvDescriptor(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _builtins.int = ...,
         lease_s: _builtins.float = ...,
+        is_growing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_ids", b"block_ids", "generation", b"generation", "incarnation", b"incarnation", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_slot", b"lease_slot", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_ids", b"block_ids", "generation", b"generation", "incarnation", b"incarnation", "is_growing", b"is_growing", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_slot", b"lease_slot", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,6 +520,66 @@ class RenewLeaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewLeaseResponse: _TypeAlias = RenewLeaseResponse  # noqa: Y015
+
+@_typing.final
+class FollowLeaseRequest(_message.Message):
+    """Which lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PAIR_SECRET_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """The lease."""
+    incarnation: _builtins.str
+    """The prefill worker's life that granted it."""
+    pair_secret: _builtins.bytes
+    """The pair's secret, from the handshake."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        pair_secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "pair_secret", b"pair_secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowLeaseRequest: _TypeAlias = FollowLeaseRequest  # noqa: Y015
+
+@_typing.final
+class FollowLeaseResponse(_message.Message):
+    """More of the cache may be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    first_token_id: _builtins.int
+    """Set when the prompt is done and these were the last blocks: the token that follows it."""
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The next blocks in order of position. Their contents do not change while the lease lasts."""
+
+    def __init__(
+        self,
+        *,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        first_token_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "block_ids", b"block_ids", "first_token_id", b"first_token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
+    _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_id) -> _WhichOneofReturnType__first_token_id | None: ...
+
+Global___FollowLeaseResponse: _TypeAlias = FollowLeaseResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseLeaseRequest(_message.Message):

@@ -45,6 +45,11 @@ class KvTransferServiceStub:
                 request_serializer=baton_dot_v1_dot_kv__transfer__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__transfer__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
+        self.FollowLease = channel.unary_stream(
+                '/baton.v1.KvTransferService/FollowLease',
+                request_serializer=baton_dot_v1_dot_kv__transfer__pb2.FollowLeaseRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kv__transfer__pb2.FollowLeaseResponse.FromString,
+                _registered_method=True)
         self.ReleaseLease = channel.unary_unary(
                 '/baton.v1.KvTransferService/ReleaseLease',
                 request_serializer=baton_dot_v1_dot_kv__transfer__pb2.ReleaseLeaseRequest.SerializeToString,
@@ -72,6 +77,15 @@ class KvTransferServiceServicer:
     def RenewLease(self, request, context):
         """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
         another pair's; UNAUTHENTICATED without the secret of a pair.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FollowLease(self, request, context):
+        """Tells which blocks of a growing cache may be read: those that are computed already at once, and more whenever a
+        chunk of the prompt is done. Ends after the message with the first token. NOT_FOUND when the lease has ended, also
+        before that, or is another pair's; UNAUTHENTICATED without the secret of a pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +119,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=baton_dot_v1_dot_kv__transfer__pb2.RenewLeaseRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kv__transfer__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'FollowLease': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowLease,
+                    request_deserializer=baton_dot_v1_dot_kv__transfer__pb2.FollowLeaseRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_kv__transfer__pb2.FollowLeaseResponse.SerializeToString,
             ),
             'ReleaseLease': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseLease,
@@ -172,6 +191,33 @@ class KvTransferService:
             '/baton.v1.KvTransferService/RenewLease',
             baton_dot_v1_dot_kv__transfer__pb2.RenewLeaseRequest.SerializeToString,
             baton_dot_v1_dot_kv__transfer__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.KvTransferService/FollowLease',
+            baton_dot_v1_dot_kv__transfer__pb2.FollowLeaseRequest.SerializeToString,
+            baton_dot_v1_dot_kv__transfer__pb2.FollowLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,7 +4,8 @@ isort:skip_file
 The handover of a KV cache from the prefill worker that built it to the decode worker that goes on.
 
 Once a pair: Handshake, which brings the pair's secret and the ways to the pool. Once a request: the decode worker
-reads the blocks that the descriptor names over the cheapest way that works, then releases the lease.
+reads the blocks that the descriptor names over the cheapest way that works, then releases the lease. While a prompt
+is still computed, FollowLease tells which blocks of it are.
 docs/kv_handover.md has the states.
 """
 
@@ -46,6 +47,11 @@ class KvTransferServiceStub:
     """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
     another pair's; UNAUTHENTICATED without the secret of a pair.
     """
+    FollowLease: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.FollowLeaseRequest, _kv_transfer_pb2.FollowLeaseResponse]
+    """Tells which blocks of a growing cache may be read: those that are computed already at once, and more whenever a
+    chunk of the prompt is done. Ends after the message with the first token. NOT_FOUND when the lease has ended, also
+    before that, or is another pair's; UNAUTHENTICATED without the secret of a pair.
+    """
     ReleaseLease: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeaseRequest, _kv_transfer_pb2.ReleaseLeaseResponse]
     """Ends a lease: the source's blocks are freed. Repeating it is harmless, and so is the lease of another pair.
     UNAUTHENTICATED without the secret of a pair.
@@ -67,6 +73,11 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     RenewLease: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewLeaseRequest, _kv_transfer_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
     another pair's; UNAUTHENTICATED without the secret of a pair.
+    """
+    FollowLease: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.FollowLeaseRequest, _kv_transfer_pb2.FollowLeaseResponse]  # type: ignore[assignment]
+    """Tells which blocks of a growing cache may be read: those that are computed already at once, and more whenever a
+    chunk of the prompt is done. Ends after the message with the first token. NOT_FOUND when the lease has ended, also
+    before that, or is another pair's; UNAUTHENTICATED without the secret of a pair.
     """
     ReleaseLease: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeaseRequest, _kv_transfer_pb2.ReleaseLeaseResponse]  # type: ignore[assignment]
     """Ends a lease: the source's blocks are freed. Repeating it is harmless, and so is the lease of another pair.
@@ -98,6 +109,17 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kv_transfer_pb2.RenewLeaseResponse, _abc.Awaitable[_kv_transfer_pb2.RenewLeaseResponse]]:
         """Keeps a lease alive while the decode worker waits for room or reads. NOT_FOUND when it has ended or is
         another pair's; UNAUTHENTICATED without the secret of a pair.
+        """
+
+    @_abc_1.abstractmethod
+    def FollowLease(
+        self,
+        request: _kv_transfer_pb2.FollowLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.FollowLeaseResponse], _abc.AsyncIterator[_kv_transfer_pb2.FollowLeaseResponse]]:
+        """Tells which blocks of a growing cache may be read: those that are computed already at once, and more whenever a
+        chunk of the prompt is done. Ends after the message with the first token. NOT_FOUND when the lease has ended, also
+        before that, or is another pair's; UNAUTHENTICATED without the secret of a pair.
         """
 
     @_abc_1.abstractmethod

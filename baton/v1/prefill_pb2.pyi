@@ -106,6 +106,7 @@ class PrefillResponse(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GROWING_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___PrefillStarted:
         """The prompt's first chunk is being computed."""
@@ -122,6 +123,12 @@ class PrefillResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """A chunk of the prompt is computed."""
 
+    @_builtins.property
+    def growing_cache(self) -> _kv_transfer_pb2.KvDescriptor:
+        """The first chunk of a longer prompt is computed: a decode worker may begin to take the KV cache over. `first_token`
+        names the same lease, if it keeps a cache at all.
+        """
+
     def __init__(
         self,
         *,
@@ -129,12 +136,13 @@ class PrefillResponse(_message.Message):
         first_token: Global___FirstToken | None = ...,
         released: Global___PrefillReleased | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        growing_cache: _kv_transfer_pb2.KvDescriptor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "growing_cache", b"growing_cache", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "growing_cache", b"growing_cache", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "first_token", "released", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "first_token", "released", "prompt_logprobs", "growing_cache"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

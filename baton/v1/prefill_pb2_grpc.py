@@ -52,10 +52,10 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, one
-        `first_token`, and, when the lease on the KV cache ended and its blocks are free, one `released`; or a non-OK
-        status. Cancelling the call stops the
-        computation at the next chunk, and ends a lease that nobody reads under.
+        """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, at most one
+        `growing_cache`, one `first_token`, and, when the lease on the KV cache ended and its blocks are free, one
+        `released`; or a non-OK status. Cancelling the call stops the computation at the next chunk, and ends a lease that
+        nobody reads under.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

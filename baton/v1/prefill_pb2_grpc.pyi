@@ -34,10 +34,10 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, one
-    `first_token`, and, when the lease on the KV cache ended and its blocks are free, one `released`; or a non-OK
-    status. Cancelling the call stops the
-    computation at the next chunk, and ends a lease that nobody reads under.
+    """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, at most one
+    `growing_cache`, one `first_token`, and, when the lease on the KV cache ended and its blocks are free, one
+    `released`; or a non-OK status. Cancelling the call stops the computation at the next chunk, and ends a lease that
+    nobody reads under.
     """
     GetPrefillStatus: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GetPrefillStatusRequest, _prefill_pb2.GetPrefillStatusResponse]
     """Describes the worker."""
@@ -48,10 +48,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, one
-    `first_token`, and, when the lease on the KV cache ended and its blocks are free, one `released`; or a non-OK
-    status. Cancelling the call stops the
-    computation at the next chunk, and ends a lease that nobody reads under.
+    """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, at most one
+    `growing_cache`, one `first_token`, and, when the lease on the KV cache ended and its blocks are free, one
+    `released`; or a non-OK status. Cancelling the call stops the computation at the next chunk, and ends a lease that
+    nobody reads under.
     """
     GetPrefillStatus: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GetPrefillStatusRequest, _prefill_pb2.GetPrefillStatusResponse]  # type: ignore[assignment]
     """Describes the worker."""
@@ -65,10 +65,10 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, one
-        `first_token`, and, when the lease on the KV cache ended and its blocks are free, one `released`; or a non-OK
-        status. Cancelling the call stops the
-        computation at the next chunk, and ends a lease that nobody reads under.
+        """Computes a prompt. The stream is: one `started`, one `prompt_logprobs` a chunk if they were asked for, at most one
+        `growing_cache`, one `first_token`, and, when the lease on the KV cache ended and its blocks are free, one
+        `released`; or a non-OK status. Cancelling the call stops the computation at the next chunk, and ends a lease that
+        nobody reads under.
         """
 
     @_abc_1.abstractmethod

@@ -55,7 +55,10 @@ class Preemptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine holds after a step. `num_held` counts attempts whose blocks wait for a reader."""
+    """What an engine holds after a step.
+
+    `num_held` counts attempts whose blocks wait for another worker or a reader: there is nothing to be done for them.
+    """
 
     num_waiting: int = 0
     num_running: int = 0

@@ -1,11 +1,14 @@
 """A handover under every order of events: crash, delay, duplicate and reordered messages, reuse of blocks.
 
+Some caches are read as they grow: what is not computed yet holds garbage, and news of what is may be late.
+
 The model has one source (real LeaseTable, real BlockPool) and a reader that copies by pieces through the real
 FencedReader. Blocks hold the number of the attempt that wrote them, so a read of the wrong contents shows.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -24,7 +27,7 @@ from kv_transfer.descriptor import KVDescriptor, PeerKey
 from kv_transfer.destination import copy_on_cpu
 from kv_transfer.errors import LeaseNotFoundError, StaleLeaseError
 from kv_transfer.fenced import FencedReader
-from kv_transfer.lease import EndedLease, LeaseOutcome, LeaseTable
+from kv_transfer.lease import EndedLease, Lease, LeaseOutcome, LeaseTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +36,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype=
 NUM_BLOCKS = 8
 NUM_SLOTS = 3
 LEASE_S = 5.0
+GARBAGE = -1.0
 
 
 class Memory:
@@ -84,8 +88,15 @@ class Handover(RuleBasedStateMachine):
         self.words_seen: set[tuple[str, int, int]] = set()
         self.start_source()
 
+    def see_word(self, lease: Lease) -> None:
+        word = (self.peer.incarnation, lease.slot, lease.generation)
+        assert lease.generation != 0
+        assert word not in self.words_seen, "a slot saw a generation twice"
+        self.words_seen.add(word)
+
     def start_source(self) -> None:
         self.lives += 1
+        self.computing: dict[str, list[int]] = {}  # by lease, all blocks of a prompt that is computed
         self.peer = PeerKey("prefill", f"life-{self.lives}")
         storage = torch.zeros(NUM_BLOCKS * LAYOUT.block_bytes, dtype=torch.uint8)
         self.memory = Memory(storage)
@@ -101,6 +112,9 @@ class Handover(RuleBasedStateMachine):
         assert lease.lease_id not in self.ended, "a lease ended twice"
         assert self.memory.words[lease.slot] != lease.generation, "blocks named as ended before the fence was cleared"
         self.ended[lease.lease_id] = ended.outcome
+        if lease.is_growing:
+            assert lease.lease_id in self.computing, "its computation has the blocks"
+            return
         self.pool.free(lease.attempt_id, list(lease.block_ids))
 
     @rule(target=descriptors, num_tokens=st.integers(1, 6))
@@ -118,12 +132,12 @@ class Handover(RuleBasedStateMachine):
             self.pool.free(attempt_id, block_ids)
             return multiple()
         self.granted.add(lease_id)
-        word = (self.peer.incarnation, lease.slot, lease.generation)
-        assert lease.generation != 0
-        assert word not in self.words_seen, "a slot saw a generation twice"
-        self.words_seen.add(word)
+        self.see_word(lease)
+        return self.describe(lease, num_tokens)
+
+    def describe(self, lease: Lease, num_tokens: int) -> KVDescriptor:
         return KVDescriptor(
-            lease_id=lease_id,
+            lease_id=lease.lease_id,
             lease_slot=lease.slot,
             generation=lease.generation,
             worker_id=self.peer.worker_id,
@@ -133,6 +147,54 @@ class Handover(RuleBasedStateMachine):
             num_tokens=num_tokens,
             lease_s=LEASE_S,
         )
+
+    @rule(target=descriptors, num_blocks=st.integers(2, 4))
+    def compute_first_chunk(self, num_blocks):
+        """The descriptor of what may be read so far; one more comes with each further chunk."""
+        self.attempts += 1
+        attempt_id, lease_id = f"attempt-{self.attempts}", f"lease-{self.attempts}"
+        try:
+            block_ids = self.pool.allocate(attempt_id, num_blocks)
+        except OutOfBlocksError:
+            return multiple()
+        self.source.tensor[block_ids] = GARBAGE
+        self.source.tensor[block_ids[0]] = float(self.attempts)
+        try:
+            lease = self.table.grant(lease_id, attempt_id, block_ids[:1], is_growing=True)
+        except ResourceExhaustedError:
+            self.pool.free(attempt_id, block_ids)
+            return multiple()
+        self.granted.add(lease_id)
+        self.see_word(lease)
+        self.computing[lease_id] = block_ids
+        return self.describe(lease, LAYOUT.block_size)
+
+    @precondition(lambda self: self.computing)
+    @rule(target=descriptors, data=st.data())
+    def compute_next_chunk(self, data):
+        lease_id = data.draw(st.sampled_from(sorted(self.computing)))
+        block_ids, number = self.computing[lease_id], lease_id.removeprefix("lease-")
+        index = next(i for i, block_id in enumerate(block_ids) if bool((self.source.tensor[block_id] == GARBAGE).all()))
+        self.source.tensor[block_ids[index]] = float(number)
+        is_last = index == len(block_ids) - 1
+        if is_last:
+            del self.computing[lease_id]
+        if lease_id in self.ended:  # its reader has given up; the computation had the blocks
+            if is_last:
+                self.pool.free(f"attempt-{number}", block_ids)
+            return multiple()
+        lease = self.table.grow(lease_id, block_ids[index : index + 1], is_complete=is_last)
+        whole = replace(self.describe(lease, len(block_ids) * LAYOUT.block_size), is_growing=True)
+        return whole.part(index, block_ids[index : index + 1], LAYOUT.block_size)
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data())
+    def cancel_a_computation(self, data):
+        self.stop_computing(data.draw(st.sampled_from(sorted(self.computing))))
+
+    def stop_computing(self, lease_id: str) -> None:
+        self.free(self.table.release(lease_id, LeaseOutcome.ABANDONED))
+        self.pool.free(f"attempt-{lease_id.removeprefix('lease-')}", self.computing.pop(lease_id))
 
     @rule(target=messages, descriptor=descriptors, kind=st.sampled_from(["renew", "consumed", "abandoned"]))
     def send(self, descriptor, kind):
@@ -202,6 +264,8 @@ class Handover(RuleBasedStateMachine):
         """Another prompt takes every free block at once, and the longest free slot."""
         self.attempts += 1
         attempt_id, lease_id = f"attempt-{self.attempts}", f"lease-{self.attempts}"
+        if not self.pool.num_free:  # what was released is still computed
+            return
         block_ids = self.pool.allocate(attempt_id, self.pool.num_free)
         self.source.tensor[block_ids] = float(self.attempts)
         try:
@@ -238,6 +302,8 @@ class Handover(RuleBasedStateMachine):
 
     def teardown(self):
         self.small_pieces.stop()
+        for lease_id in list(self.computing):
+            self.stop_computing(lease_id)
         self.clock.advance(LEASE_S)
         self.sweep()
         assert self.pool.num_used == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -18,13 +19,16 @@ from baton.v1 import kv_transfer_pb2_grpc
 from kv_transfer import choice, wire
 from kv_transfer.calls import SourceCalls
 from kv_transfer.client import PeerDirectory, PeerTimings
-from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle, Transport
+from kv_transfer.descriptor import Growth, KVDescriptor, PeerKey, PeerPool, ShmHandle, Transport
 from kv_transfer.errors import LeaseNotFoundError, NoTransportError, PeerGoneError, StaleLeaseError
 from kv_transfer.handshake import Endpoint
 from kv_transfer.lease import LeaseOutcome
 from kv_transfer.pairs import PairSecrets, new_key
 from kv_transfer.service import KvTransferServicer
 from prefill_worker.messages import HeldCache
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint(model="m", weights="a1" * 16, tokenizer="b1" * 16, dtype="bfloat16")
@@ -48,6 +52,7 @@ class Leases:
     renewals: int = 0
     releases: asyncio.Queue = field(default_factory=asyncio.Queue)
     renewed: asyncio.Event = field(default_factory=asyncio.Event)
+    growth: asyncio.Queue = field(default_factory=asyncio.Queue)
 
     async def renew_lease(self, lease_id: str, pair: str) -> float:
         self.leased_blocks(lease_id, pair)
@@ -55,6 +60,16 @@ class Leases:
         if self.renewals == 3:
             self.renewed.set()
         return self.lease_s
+
+    async def follow_lease(self, lease_id: str, pair: str) -> AsyncIterator[Growth]:
+        self.leased_blocks(lease_id, pair)
+        while True:
+            growth = await self.growth.get()
+            if growth is None:
+                raise LeaseNotFoundError(f"lease {lease_id} has ended")
+            yield growth
+            if growth.first_token_id is not None:
+                return
 
     def leased_blocks(self, lease_id: str, pair: str) -> HeldCache:
         if lease_id not in self.live:
@@ -389,3 +404,82 @@ async def test_a_handshake_that_leaves_something_out_is_told_which_field(source,
     error = from_call(failure.value)
     assert isinstance(error, InvalidArgumentError)
     assert error.field == field_name
+
+
+async def test_a_growing_cache_is_followed_to_its_end(source, directory, leases):
+    told: list[Growth] = []
+    complete = asyncio.Event()
+
+    def tell(growth: Growth) -> None:
+        told.append(growth)
+        if growth.first_token_id is not None:
+            complete.set()
+
+    growing = descriptor_at(source, block_ids=(), is_growing=True, lease_s=5.0)
+    async with asyncio.timeout(5), directory.hold(growing) as lease:
+        assert lease.pool is not None
+        lease.follow(tell)
+        parts = [Growth((5, 6)), Growth((7,)), Growth((), 0)]  # a token's id may be 0
+        for growth in parts:
+            leases.growth.put_nowait(growth)
+        await complete.wait()
+        assert told == parts
+        lease.consumed()
+    assert await leases.releases.get() == ("lease", LeaseOutcome.CONSUMED)
+
+
+async def test_a_growing_lease_that_ends_early_cancels_its_holder(source, directory, leases):
+    async def hold() -> None:
+        async with directory.hold(descriptor_at(source, block_ids=(), is_growing=True)) as lease:
+            lease.follow(lambda growth: leases.growth.put_nowait(None))
+            leases.growth.put_nowait(Growth((5,)))
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(5):
+        with pytest.raises(StaleLeaseError):
+            await hold()
+    assert await leases.releases.get() == ("lease", LeaseOutcome.ABANDONED)
+
+
+async def test_a_source_that_dies_while_its_cache_grows_cancels_the_holder(leases, directory):
+    async with serving(PREFILL, leases) as port:
+        source = f"127.0.0.1:{port}"
+        following = asyncio.Event()
+
+        async def hold() -> None:
+            growing = descriptor_at(source, block_ids=(), is_growing=True, lease_s=60.0)
+            async with directory.hold(growing) as lease:
+                lease.follow(lambda growth: following.set())
+                await asyncio.Event().wait()
+
+        leases.growth.put_nowait(Growth((5,)))
+        holding = asyncio.ensure_future(hold())
+        await following.wait()
+    with pytest.raises(PeerGoneError):
+        async with asyncio.timeout(5):
+            await holding
+
+
+async def test_leaving_the_block_ends_the_following(source, directory, leases):
+    async with directory.hold(descriptor_at(source, block_ids=(), is_growing=True)) as lease:
+        lease.follow(lambda growth: None)
+    assert await leases.releases.get() == ("lease", LeaseOutcome.ABANDONED)
+
+
+async def test_a_growing_descriptor_names_no_blocks(source, directory, leases):
+    with pytest.raises(InvalidArgumentError, match="block_ids"):
+        async with directory.hold(descriptor_at(source, is_growing=True)):
+            pass
+
+
+async def test_only_a_pair_may_follow(source, leases):
+    async with grpc.aio.insecure_channel(source) as channel:
+        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
+        for secret, incarnation, code in (
+            (b"x" * 48, "life-1", grpc.StatusCode.UNAUTHENTICATED),
+            (SECRETS.mint(), "life-0", grpc.StatusCode.NOT_FOUND),
+        ):
+            request = pb.FollowLeaseRequest(lease_id="lease", incarnation=incarnation, pair_secret=secret)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.FollowLease(request).read()
+            assert caught.value.code() is code

@@ -196,6 +196,7 @@ def generate(
                 lease_s=5.0,
             ),
             first_token_id=firsts[name],
+            source_block_size=layout.block_size,
             sampling=SamplingParams(temperature=0.0),
             stop=StopRule(max_tokens=30, stop_token_ids=frozenset()),
         )

@@ -68,8 +68,8 @@ PENALTIES = Sampling(
     temperature=0.9, seed=11, top_k=6, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.3
 )
 REQUESTS = [
-    request(1),
-    request(2, sampling=Sampling(temperature=1.1, seed=2**63 + 3, top_k=8)),
+    request(1, token_ids=prompt(1, 30)),  # the only one of a single chunk
+    request(2, token_ids=prompt(2, 1600), sampling=Sampling(temperature=1.1, seed=2**63 + 3, top_k=8)),
     request(3, sampling=PENALTIES),
     request(4, structure=common_pb2.Structure(regex="([a-z]{2,5} ){200}")),
     request(5, logprobs=common_pb2.LogprobOptions(output_top=2)),
@@ -124,6 +124,7 @@ class System:
             flags = ["--engine.kv_cache_bytes", "12MiB", "--engine.max_num_seqs", "8", "--stall_s", "20"]
             if name.startswith("p"):
                 flags += ["--lease.lease_s", str(LEASE_S), "--handover.transports", ",".join(WAYS)]
+                flags += ["--engine.max_num_batched_tokens", "64"]
             else:
                 flags += ["--handover.transports", name.removeprefix("d-")]
             self.workers[name].start(*flags, "--handover.timeout_s", "10")
@@ -302,6 +303,25 @@ async def _waits(client: Client, name: str) -> bool:
     async with grpc.aio.insecure_channel(view.record.address) as channel:
         status = await decode_pb2_grpc.DecodeServiceStub(channel).GetDecodeStatus(decode_pb2.GetDecodeStatusRequest())
     return status.worker.num_waiting > 0 and status.worker.num_used_blocks > 0
+
+
+async def test_decode_workers_die_while_the_cache_grows(client: Client) -> None:
+    prefills = [client.system.workers[name] for name in ("p1", "p2")]
+    before = await client.num_retries()
+    async with client.streams():
+
+        async def some_have_begun() -> bool:
+            return any(status.num_used_blocks for name, status in (await client.statuses()).items() if name[0] == "d")
+
+        await eventually(some_have_begun)
+        for worker in prefills:
+            worker.freeze(server=False)
+        statuses = await client.statuses()
+        for name in [name for name, status in statuses.items() if name[0] == "d" and status.num_used_blocks][:2]:
+            client.system.workers[name].kill()
+        for worker in prefills:
+            worker.thaw()
+    assert await client.num_retries() > before
 
 
 async def test_a_prefill_worker_dies_within_the_copy(client: Client) -> None:

@@ -20,8 +20,8 @@ from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.messages import Cancel, Failed
 from decode_worker.engine_core import CopyDone, DecodeCore, Rooms
-from decode_worker.messages import Accept, Finished, ForgetPeer, HandedOver, OpenPeer, Park, Resume, Token
-from kv_transfer.descriptor import KVDescriptor, PeerKey, PeerPool, ShmHandle
+from decode_worker.messages import Accept, Finished, ForgetPeer, Grow, HandedOver, OpenPeer, Park, Resume, Token
+from kv_transfer.descriptor import Growth, KVDescriptor, PeerKey, PeerPool, ShmHandle
 from kv_transfer.errors import StaleLeaseError
 from kv_transfer.transport import ReadResult
 
@@ -35,6 +35,7 @@ class HandCopier:
 
     def __init__(self) -> None:
         self.started: dict[str, list[int]] = {}
+        self.parts: list[tuple[int, tuple[int, ...]]] = []
         self.peers: list[object] = []
         self._done: list[CopyDone] = []
 
@@ -46,7 +47,9 @@ class HandCopier:
 
     def start(self, attempt_id, kv, block_ids):
         assert len(kv.block_ids) == len(block_ids)
+        assert attempt_id not in self.started, "one part at a time"
         self.started[attempt_id] = list(block_ids)
+        self.parts.append((kv.first_block, kv.block_ids))
 
     def finish(self, attempt_id: str, error: ServingError | None = None):
         del self.started[attempt_id]
@@ -133,6 +136,7 @@ def accept(attempt_id: str, *, num_tokens: int = 6, max_tokens: int = 4, stop_id
             lease_s=5.0,
         ),
         first_token_id=9,
+        source_block_size=LAYOUT.block_size,
         sampling=GREEDY,
         stop=StopRule(max_tokens=max_tokens, stop_token_ids=frozenset(stop_ids)),
     )
@@ -150,7 +154,7 @@ def test_a_sequence_runs_from_its_handover_to_its_last_token(bench):
         token = scripted_token(token, position, 0, 256)
         reason = FinishReason.LENGTH if position == 9 else None
         expected.append(Token(attempt_id="a", position=position, token_id=token, finish_reason=reason))
-    assert events[0] == HandedOver(attempt_id="a", transport="shm", num_bytes=64, wait_s=0.0, copy_s=0.25)
+    assert events[0] == HandedOver(attempt_id="a", transport="shm", num_bytes=64, wait_s=0.0, copy_s=0.25, num_parts=1)
     assert events[1:-1] == expected
     assert events[-1] == Finished(attempt_id="a", reason=FinishReason.LENGTH, num_steps=3, generate_s=0.0)
     bench.core.check_integrity()
@@ -341,4 +345,107 @@ def test_an_earlier_output_counts_for_the_structure(bench):
     assert events[-1].reason is FinishReason.STOP
     [failed] = bench.turn(replace(resumed, attempt_id="b", structure=regex("3")))
     assert isinstance(failed.error, OutOfRangeError)
+    bench.core.check_integrity()
+
+
+def growing(attempt_id: str, *, num_tokens: int = 11, max_tokens: int = 4) -> Accept:
+    command = accept(attempt_id, num_tokens=num_tokens, max_tokens=max_tokens)
+    return replace(command, kv=replace(command.kv, block_ids=(), is_growing=True), first_token_id=None)
+
+
+def grow(attempt_id: str, *block_ids: int, first_token_id: int | None = None) -> Grow:
+    return Grow(attempt_id=attempt_id, growth=Growth(block_ids, first_token_id))
+
+
+def test_a_growing_cache_is_copied_as_it_grows(bench):
+    assert bench.turn(growing("a")) == []
+    assert bench.copier.parts == []
+    stats = bench.core.stats
+    # Nobody is to take an engine for stuck that waits for its source.
+    assert (stats.has_work, stats.num_held, stats.num_used_blocks > 0) == (False, 1, True)
+    bench.turn(grow("a", 20, 21))
+    assert bench.copier.parts == [(0, (20, 21))]
+    assert bench.core.stats.has_work
+    first_blocks = bench.copier.started["a"]
+    # More comes before that part is here: one part at a time.
+    bench.turn(grow("a", 22, first_token_id=9))
+    assert len(bench.copier.parts) == 1
+    bench.copier.finish("a")
+    assert bench.core.idle_s == 0
+    bench.turn()
+    assert bench.copier.parts[1:] == [(2, (22,))]
+    assert not set(first_blocks) & set(bench.copier.started["a"])
+    bench.copier.finish("a")
+    events = bench.turn() + bench.run_dry()
+    assert events[0] == HandedOver(attempt_id="a", transport="shm", num_bytes=128, wait_s=0.0, copy_s=0.5, num_parts=2)
+    tokens = [event.token_id for event in events if isinstance(event, Token)]
+    known = bench.join(accept("b", num_tokens=11)) + bench.run_dry()
+    assert tokens == [event.token_id for event in known if isinstance(event, Token)]
+    bench.core.check_integrity()
+
+
+def test_the_first_token_may_come_after_the_last_block(bench):
+    bench.turn(growing("a", num_tokens=8))
+    bench.turn(grow("a", 1, 2))
+    bench.copier.finish("a")
+    assert bench.turn() == []
+    assert bench.core.idle_s is None
+    events = bench.turn(grow("a", first_token_id=9))
+    assert isinstance(events[0], HandedOver)
+
+
+def test_growth_that_is_told_during_the_last_step_of_others_is_not_slept_through(bench):
+    bench.turn(accept("other", max_tokens=2))
+    bench.turn(growing("a"))
+    bench.copier.finish("other")
+    events = bench.turn(after_step=[grow("a", 20, 21)])
+    assert isinstance(events[-1], Finished)
+    assert bench.core.idle_s == 0
+    bench.turn()
+    assert bench.copier.started["a"]
+
+
+@pytest.mark.parametrize("is_copying", [False, True])
+def test_a_growing_cache_that_is_not_wanted_any_more(bench, is_copying):
+    bench.turn(growing("a"))
+    bench.turn(grow("a", 20))
+    if not is_copying:
+        bench.copier.finish("a")
+        bench.turn()
+    events = bench.turn(Cancel(attempt_id="a"))
+    if is_copying:
+        assert events == []
+        bench.turn(grow("a", 21))
+        bench.copier.finish("a")
+        events = bench.turn()
+    [failed] = events
+    assert isinstance(failed.error, CancelledError)
+    bench.turn(grow("a", 22, first_token_id=9), Cancel(attempt_id="a"))
+    bench.core.check_integrity()
+
+
+def test_a_part_that_fails_ends_its_attempt(bench):
+    bench.turn(growing("a"))
+    bench.turn(grow("a", 20))
+    bench.copier.finish("a", StaleLeaseError("ended"))
+    [failed] = bench.turn()
+    assert isinstance(failed.error, StaleLeaseError)
+    bench.core.check_integrity()
+
+
+def test_a_growing_cache_without_room_waits_and_is_then_copied_whole(bench):
+    bench.join(accept("hog", num_tokens=56, max_tokens=4))
+    bench.turn(growing("a", num_tokens=7))
+    bench.turn(grow("a", 1), grow("a", 2, first_token_id=9))
+    assert bench.copier.parts[1:] == []
+    bench.turn(Cancel(attempt_id="hog"))
+    assert bench.copier.parts[1:] == [(0, (1, 2))]
+
+
+def test_a_structure_that_the_first_token_breaks_ends_the_attempt(bench):
+    bench.turn(replace(growing("a", num_tokens=4), structure=regex("-1")))
+    bench.turn(grow("a", 1, first_token_id=9))
+    bench.copier.finish("a")
+    [failed] = bench.turn()
+    assert isinstance(failed.error, ResourceExhaustedError)
     bench.core.check_integrity()

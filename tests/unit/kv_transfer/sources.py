@@ -20,7 +20,7 @@ from baton.rpc.interceptors import ErrorInterceptor
 from baton.v1 import kv_transfer_pb2_grpc
 from kv_transfer import dist_source
 from kv_transfer.block_stream import BlockStream, Piece
-from kv_transfer.descriptor import GrpcHandle, KVDescriptor, PeerKey, PeerPool, Transport
+from kv_transfer.descriptor import Growth, GrpcHandle, KVDescriptor, PeerKey, PeerPool, Transport
 from kv_transfer.destination import flat_blocks
 from kv_transfer.dist_reader import DistReader
 from kv_transfer.dist_source import DistSource
@@ -35,7 +35,7 @@ from kv_transfer.shm import ShmPool, ShmReader
 from kv_transfer.source import DistPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from kv_transfer.lease import LeaseOutcome
     from kv_transfer.transport import KVReader
@@ -137,6 +137,9 @@ class TableLeases:
         if lease is None or self._pair_of.setdefault(lease_id, pair) != pair:
             raise LeaseNotFoundError(f"lease {lease_id} has ended")
         return lease
+
+    async def follow_lease(self, lease_id: str, pair: str) -> AsyncIterator[Growth]:
+        yield Growth(self.leased_blocks(lease_id, pair).block_ids)
 
     async def renew_lease(self, lease_id: str, pair: str) -> float:
         self.leased_blocks(lease_id, pair)

@@ -129,3 +129,33 @@ def test_the_end_of_the_source_ends_every_lease_once(table, fences):
     assert {ended.lease.lease_id for ended in table.end_all()} == {"a", "b"}
     assert table.end_all() == []
     assert fences.words == [0, 0]
+
+
+def test_a_growing_lease_gets_blocks_and_does_not_expire_before_it_is_complete(table, fences, clock):
+    lease = table.grant("a", "attempt", [4], is_growing=True)
+    clock.advance(60)
+    assert table.expire() == []
+    assert table.next_expiry_s() is None
+    assert table.renew("a") == 5.0
+    assert table.grow("a", [7, 2]).block_ids == (4, 7, 2)
+    clock.advance(60)
+    assert table.expire() == []
+    complete = table.grow("a", [5], is_complete=True)
+    assert (complete.block_ids, complete.is_growing) == ((4, 7, 2, 5), False)
+    assert (complete.slot, complete.generation) == (lease.slot, lease.generation)
+    assert fences.words[lease.slot] == lease.generation
+    assert table.next_expiry_s() == 5.0
+    clock.advance(5)
+    (ended,) = table.expire()
+    assert ended.lease == complete
+
+
+def test_a_growing_lease_that_ends_says_so_and_cannot_grow(table, fences):
+    table.grant("a", "attempt", [4], is_growing=True)
+    ended = table.release("a", LeaseOutcome.ABANDONED)
+    assert ended is not None
+    assert ended.lease.is_growing
+    assert not any(fences.words)
+    with pytest.raises(LeaseNotFoundError):
+        table.grow("a", [7])
+    table.check_integrity()

@@ -22,7 +22,7 @@ from kv_transfer.errors import (
     TransferFailedError,
 )
 from kv_transfer.lease import LeaseOutcome
-from tests.unit.kv_transfer.sources import ADDRESSED, LAYOUT, NUM_BLOCKS, SOURCES, TIMEOUT_S, relaid
+from tests.unit.kv_transfer.sources import ADDRESSED, LAYOUT, NUM_BLOCKS, SOURCES, TIMEOUT_S, describe, relaid
 
 
 @pytest.fixture(params=SOURCES)
@@ -229,3 +229,52 @@ def test_a_pool_outside_cpu_memory_is_refused(addressed):
     with pytest.raises(NoTransportError, match="meta"):
         reader.read(addressed.grant(1), KVPool(LAYOUT, NUM_BLOCKS, device="meta"), [0])
     reader.close()
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 2])
+def test_a_growing_cache_is_read_in_parts(source, reader, block_size):
+    """Each part is read before the next block is computed; together they are what one read would have brought."""
+    layout = relaid(block_size=block_size)
+    into = KVPool(layout, 24)
+    block_ids = [3, 9, 4, 11, 7]
+    lease = source.leases.grant("lease", "attempt", block_ids[:2], is_growing=True)
+    growing = replace(describe(lease), block_ids=(), num_tokens=19, is_growing=True)
+    ours = list(range(23, -1, -1))[: layout.blocks_for(19)]
+    late = source.pool.tensor[block_ids[2:]].clone()
+    source.pool.tensor[block_ids[2:]] = 0.0
+
+    def read(first: int, end: int, num_tokens: int) -> None:
+        start = first * LAYOUT.block_size
+        part = growing.part(first, block_ids[first:end], num_tokens)
+        reader.read(part, into, ours[start // block_size : -(-(start + num_tokens) // block_size)])
+
+    read(0, 2, 8)
+    source.pool.tensor[block_ids[2:]] = late
+    source.leases.grow("lease", block_ids[2:4])
+    read(2, 4, 8)
+    source.leases.grow("lease", block_ids[4:], is_complete=True)
+    read(4, 5, 3)
+    assert torch.equal(by_position(into, ours, 19), by_position(source.pool, block_ids, 19))
+    untouched = sorted(set(range(24)) - set(ours))
+    assert not into.tensor[untouched].any()
+
+
+def test_a_growing_lease_that_ends_is_found_out_at_the_next_part(source, reader, into):
+    lease = source.leases.grant("lease", "attempt", [3, 9], is_growing=True)
+    growing = replace(describe(lease), block_ids=(), num_tokens=16, is_growing=True)
+    reader.read(growing.part(0, [3], 4), into, [0])
+    source.leases.release("lease", LeaseOutcome.ABANDONED)
+    with pytest.raises(StaleLeaseError):
+        reader.read(growing.part(1, [9], 4), into, [1])
+    assert not into.tensor[1].any()
+
+
+def test_what_is_not_computed_yet_cannot_be_asked_for(source, reader, into):
+    """Where the source takes part in the copy; a reader that maps the memory is told the ids of blocks, and when."""
+    if not source.needs_source:
+        pytest.skip("it knows no block's id before it is told")
+    lease = source.leases.grant("lease", "attempt", [3], is_growing=True)
+    growing = replace(describe(lease), block_ids=(), num_tokens=16, is_growing=True)
+    with pytest.raises((InvalidArgumentError, StaleLeaseError)):
+        reader.read(growing.part(1, [9], 4), into, [1])
+    assert not into.tensor.any()

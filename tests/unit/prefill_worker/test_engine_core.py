@@ -21,7 +21,16 @@ from baton.worker.engine_loop import EngineLoop
 from baton.worker.messages import Cancel, Failed
 from kv_transfer.lease import LeaseOutcome, LeaseTable
 from prefill_worker.engine_core import PrefillCore
-from prefill_worker.messages import PromptDone, PromptScored, Released, ReleaseLease, RenewLease, Started, Submit
+from prefill_worker.messages import (
+    CacheGrown,
+    PromptDone,
+    PromptScored,
+    Released,
+    ReleaseLease,
+    RenewLease,
+    Started,
+    Submit,
+)
 from prefill_worker.scheduler import PrefillLimits, PrefillScheduler
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -68,7 +77,7 @@ def regex(text: str) -> Structure:
 class Bench:
     """A prefill engine without processes: commands are given and turns are taken by hand."""
 
-    def __init__(self, *, prefix_cache: bool = True) -> None:
+    def __init__(self, *, prefix_cache: bool = True, grows_caches: bool = False) -> None:
         self.clock = ManualClock()
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
         self.fences = Fences()
@@ -76,7 +85,7 @@ class Bench:
         limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, oldest_share=0.25)
         leases = LeaseTable(self.fences, self.clock, lease_s=LEASE_S)
         scheduler = PrefillScheduler(self.pool, limits, PrefixDigests(LAYOUT.block_size) if prefix_cache else None)
-        self.core = PrefillCore(scheduler, leases, self.clock, Structures())
+        self.core = PrefillCore(scheduler, leases, self.clock, Structures(), grows_caches=grows_caches)
         self.loop = EngineLoop(self.core, self.executor, self.clock, interrupts=self.core)
 
     def turn(self, *commands, during=()):
@@ -441,3 +450,84 @@ def test_a_hit_is_short_for_the_scheduler(bench):
     other = replace(submit("c", 20), token_ids=list(range(100, 120)))
     events = bench.run_dry(other, submit("b", 42))
     assert [event.attempt_id for event in events if isinstance(event, PromptDone)] == ["b", "c"]
+
+
+@pytest.fixture
+def growing():
+    """An engine whose caches may be read while they are computed."""
+    return Bench(grows_caches=True)
+
+
+def grown(events) -> list[tuple[int, ...]]:
+    return [event.cache.block_ids for event in events if isinstance(event, CacheGrown)]
+
+
+def test_a_long_prompts_cache_may_be_read_as_it_is_computed(growing):
+    events = growing.run_dry(submit("a", 22))
+    kinds = [type(event) for event in events]
+    assert kinds == [Started, CacheGrown, CacheGrown, PromptDone]
+    assert [len(block_ids) for block_ids in grown(events)] == [2, 4]
+    assert [event.is_new for event in events if isinstance(event, CacheGrown)] == [True, False]
+    done = events[-1]
+    assert len(done.cache.block_ids) == 6
+    for block_ids in grown(events):
+        assert done.cache.block_ids[: len(block_ids)] == block_ids
+    assert {event.cache.generation for event in events[1:]} == {done.cache.generation}
+    assert growing.fences.words[done.cache.slot] == done.cache.generation
+    # Complete, it must be renewed.
+    growing.clock.advance(LEASE_S)
+    [released] = growing.turn()
+    assert released.outcome is LeaseOutcome.EXPIRED
+    growing.assert_clean()
+
+
+def test_a_growing_lease_does_not_run_out_while_its_prompt_is_computed(growing):
+    growing.turn(submit("a", 22))
+    growing.clock.advance(10 * LEASE_S)
+    events = growing.run_dry()
+    assert isinstance(events[-1], PromptDone)
+    growing.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.CONSUMED))
+    growing.assert_clean()
+
+
+def test_a_reader_that_gives_up_early_gets_nothing_more_and_the_prompt_goes_on(growing):
+    growing.turn(submit("a", 22))
+    assert any(growing.fences.words)
+    assert growing.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.ABANDONED)) == []
+    assert not any(growing.fences.words)
+    events = growing.run_dry()
+    assert [type(event) for event in events] == [PromptDone, Released]
+    assert events[-1].outcome is LeaseOutcome.ABANDONED
+    growing.assert_clean()
+
+
+@pytest.mark.parametrize("during_step", [False, True])
+def test_a_cancel_while_the_cache_grows_ends_its_lease(growing, during_step):
+    growing.turn(submit("a", 22))
+    cancel = Cancel(attempt_id="a")
+    events = growing.turn(during=([], [cancel])) if during_step else growing.turn(cancel)
+    assert isinstance(events[-1], Failed)
+    assert growing.run_dry() == []
+    growing.assert_clean()
+
+
+def test_no_cache_grows_for_a_prompt_whose_first_token_is_the_last(growing):
+    assert grown(growing.run_dry(submit("a", 22, max_tokens=1))) == []
+    growing.assert_clean()
+
+
+def test_a_grown_cache_ends_with_a_first_token_that_stops(growing):
+    token_id = growing.run_dry(submit("a", 22))[-1].token_id
+    growing.turn(Cancel(attempt_id="a"))
+    events = growing.run_dry(replace(submit("b", 22, stop_ids=[token_id]), token_ids=[*range(30, 51), 22]))
+    assert [type(event) for event in events[-2:]] == [PromptDone, Released]
+    assert events[-2].cache is None
+    growing.assert_clean()
+
+
+def test_a_step_that_fails_ends_the_lease_of_a_grown_cache(growing):
+    growing.turn(submit("a", 22))
+    growing.executor.execute = None
+    events = growing.turn()
+    assert isinstance(events[-1], Failed)
+    growing.assert_clean()
