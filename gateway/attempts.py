@@ -171,6 +171,8 @@ class Attempts:
             max_tokens=self._first.stop.max_tokens - len(self._output_ids),
             max_wait_s=min(self._course.queue_timeout_s, self._course.remaining_s()),
             avoids=avoids,
+            # By now some worker may have the prompt.
+            cached=self._deployment.prefixes.cached_tokens(self._course.prefix_names, queue.views),
         )
         # As for a new request: one that no worker could hold would wait at the head of its class.
         room = router.most_output_tokens(ticket.prompt_tokens, queue.views)

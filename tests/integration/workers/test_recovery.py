@@ -124,7 +124,7 @@ class System:
             flags = ["--engine.kv_cache_bytes", "12MiB", "--engine.max_num_seqs", "8", "--stall_s", "20"]
             if name.startswith("p"):
                 flags += ["--lease.lease_s", str(LEASE_S), "--handover.transports", ",".join(WAYS)]
-                flags += ["--engine.max_num_batched_tokens", "64"]
+                flags += ["--engine.max_num_batched_tokens", "64", "--no-prefix_cache"]
             else:
                 flags += ["--handover.transports", name.removeprefix("d-")]
             self.workers[name].start(*flags, "--handover.timeout_s", "10")
@@ -138,8 +138,8 @@ class System:
     async def client(self) -> AsyncIterator[Client]:
         """A client, when all workers are there; whoever was killed is started again."""
         self.start(*(name for name, worker in self.workers.items() if not worker.is_running))
-        connection = await connect(RedisSettings(url=self.redis.url))
         keys = Keys(NAMESPACE, MODEL)
+        connection = await connect(RedisSettings(url=self.redis.url), keys)
         try:
             async with grpc.aio.insecure_channel(await asyncio.to_thread(self.gateway.wait_address)) as channel:
                 client = Client(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.generation import SamplingParams, StopRule
@@ -45,8 +45,9 @@ def handover_of(num_tokens: int, theirs: int, ours: int) -> Handover:
     return handover
 
 
+@settings(deadline=None, max_examples=60)
 @given(
-    num_tokens=st.integers(1, 200),
+    num_tokens=st.integers(1, 60),
     theirs=st.sampled_from([1, 4, 6, 16]),
     ours=st.sampled_from([1, 4, 8, 16, 24]),
     data=st.data(),
