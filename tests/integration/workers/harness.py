@@ -38,7 +38,7 @@ MAX_CONTEXT = 4096
 VOCAB_SIZE = 211
 GREEDY = common_pb2.SamplingParams(temperature=0.0)
 _MODEL_FLAGS = ["--engine.dtype", "float32", "--engine.num_threads", "1", "--model.name", MODEL]
-_START_S = 90.0
+_START_S = 180.0
 
 
 def save_tiny_model(folder: Path) -> None:
@@ -285,6 +285,8 @@ class Client:
         answer = Answer()
         call = self.prefill.Prefill(self.prefill_request(attempt_id, token_ids, **changes))
         async for event in call:
+            if event.HasField("growing_cache"):  # this reader waits for the whole
+                continue
             answer.prefill_events.append(event)
             if event.HasField("first_token"):
                 answer.tokens.append(event.first_token.token_id)
@@ -295,7 +297,7 @@ class Client:
                     changes = {name: value for name, value in changes.items() if name != "cache_salt"}
                     await self._decode_into(answer, attempt_id, event.first_token, changes)
         kinds = [event.WhichOneof("event") for event in answer.prefill_events]
-        assert [kind for kind in kinds if kind != "growing_cache"] == ["started", "first_token", "released"]
+        assert kinds == ["started", "first_token", "released"]
         return answer
 
     async def _decode_into(

@@ -61,7 +61,9 @@ async def test_of_prompt_and_output_they_are_the_models_own(pair, log_softmax):
         assert (await call.read()).HasField("started")
         scores: list[common_pb2.TokenLogprobs] = []
         num_parts = 0
-        while (event := await call.read()).HasField("prompt_logprobs"):
+        while not (event := await call.read()).HasField("first_token"):
+            if event.HasField("growing_cache"):
+                continue
             assert event.prompt_logprobs.first_position == 1 + len(scores)
             scores += event.prompt_logprobs.logprobs
             num_parts += 1
