@@ -21,7 +21,7 @@ from baton.worker.messages import Cancel, Failed
 from kv_transfer.lease import LeaseTable
 from prefill_worker.engine_core import PrefillCore
 from prefill_worker.messages import PromptDone, Submit
-from prefill_worker.scheduler import PrefillLimits
+from prefill_worker.scheduler import PrefillLimits, PrefillScheduler
 
 NUM_BLOCKS = 300
 LONG = 3000
@@ -45,7 +45,8 @@ class Engine:
         executor.warm_up()
         limits = PrefillLimits(max_num_batched_tokens=2 * LONG, max_num_seqs=8, oldest_share=1.0)
         self.blocks = BlockPool(NUM_BLOCKS, 16)
-        self.core = PrefillCore(self.blocks, limits, LeaseTable(Fences(), SystemClock(), lease_s=60.0), SystemClock())
+        leases = LeaseTable(Fences(), SystemClock(), lease_s=60.0)
+        self.core = PrefillCore(PrefillScheduler(self.blocks, limits), leases, SystemClock())
         self.loop = EngineLoop(self.core, executor, SystemClock())
 
     def run(self, prompts: dict[str, list[int]]) -> dict[str, int | Exception]:
