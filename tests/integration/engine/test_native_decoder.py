@@ -240,3 +240,15 @@ def test_a_step_without_samples_has_no_logits(qwen3: Path, native_library: Path)
     decoder = NativeDecoder(model, pool, library=native_library, num_threads=2)
     pieces = [dataclasses.replace(piece, sampling=None) for piece in rows([5, 6]).slices]
     assert decoder.forward(BatchPlan(slices=pieces)).shape == (0, VOCAB_SIZE)
+
+
+def test_a_fault_in_activations_shows_with_int8_weights_too(qwen3: Path, native_library: Path) -> None:
+    """Rounding to whole numbers must not turn what is not a number into one."""
+    model, pool = load(qwen3, "int8")
+    table = model.weights.embeddings
+    assert isinstance(table, Int8Weight)
+    plan = rows([3, 4])
+    with torch.inference_mode():
+        table.scales[plan.slices[0].token_ids[0]] = float("nan")
+    logits = NativeDecoder(model, pool, library=native_library, num_threads=1).forward(plan)
+    assert logits[0].isnan().any()
