@@ -42,6 +42,8 @@ def download(folder: Path) -> Path:
 def fetch(out: Path) -> None:
     """Makes the model folder `out`; nothing is left next to it when that fails."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out.parent.glob(".fetch-*"):  # of one that was killed
+        shutil.rmtree(stale, ignore_errors=True)
     # Next to the result, because a temporary folder elsewhere may lie in memory.
     folder = Path(tempfile.mkdtemp(prefix=".fetch-", dir=out.parent))
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field
 
+from baton.core.cgroup import usable_cores
 from baton.core.config import ComponentSettings, redact
 from baton.core.redis_url import RedisUrl
 
@@ -50,11 +50,6 @@ def folder_name(values: dict[str, Any]) -> str:
     """Last part of the model folder's path."""
     path: Path = values["path"]
     return path.resolve().name
-
-
-def number_of_cores() -> int:
-    """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 class Section(BaseModel):
@@ -174,7 +169,7 @@ class EngineSettings(Section):
         "and at most as many as the model has KV heads",
     )
     num_threads: int = Field(
-        default_factory=number_of_cores,
+        default_factory=usable_cores,
         ge=1,
         le=1024,
         description="Most CPU threads that compute a step; engines of a host that are busy at a time divide the cores",

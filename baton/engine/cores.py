@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.core.cgroup import usable_cores
 from baton.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class CoreShare:
     @classmethod
     def of_this_host(cls, most: int) -> CoreShare:
         """The share among this user's engines that see the same /dev/shm. Raises StartupError."""
-        num_cores = len(os.sched_getaffinity(0))
-        return cls(most, num_cores=num_cores, path=Path(f"/dev/shm/baton-cores-{os.getuid()}"))
+        return cls(most, num_cores=usable_cores(), path=Path(f"/dev/shm/baton-cores-{os.getuid()}"))
 
     def take(self) -> int:
         """Says that this engine computes; the number of threads that it may use for the next moments, at least 1."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-# Where a cgroup v1 has no limit it says a number near 2**63.
-_NO_LIMIT = 1 << 60
+from baton.core.cgroup import memory_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +43,8 @@ def host_memory(root: Path = Path("/")) -> MemoryLimit:
     `root` is where proc and sys are mounted.
     """
     machine_bytes = _meminfo(root)["MemTotal"]
-    limits = [limit for folder, file in _cgroups(root) if (limit := _lowest(root, folder, file)) is not None]
-    if limits and min(limits) < machine_bytes:
-        limit_bytes, name = min(limits), "the container's memory limit"
-    else:
+    limit_bytes, name = memory_limit(root), "the container's memory limit"
+    if limit_bytes is None or limit_bytes >= machine_bytes:
         limit_bytes, name = machine_bytes, "the machine's memory"
     return MemoryLimit(total_bytes=limit_bytes, usable_bytes=limit_bytes, name=name, is_host=True)
 
@@ -60,33 +57,3 @@ def available_bytes(root: Path = Path("/")) -> int:
 def _meminfo(root: Path) -> dict[str, int]:
     lines = (root / "proc/meminfo").read_text().splitlines()
     return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _cgroups(root: Path) -> list[tuple[Path, str]]:
-    """The folder of each memory cgroup that this process is in, and the name of its limit's file."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found.append((root / "sys/fs/cgroup" / path.lstrip("/"), "memory.max"))
-        elif "memory" in controllers.split(","):
-            found.append((root / "sys/fs/cgroup/memory" / path.lstrip("/"), "memory.limit_in_bytes"))
-    return found
-
-
-def _lowest(root: Path, folder: Path, file: str) -> int | None:
-    """The lowest limit of a cgroup and those around it; None when there is none.
-
-    Inside a container the path may be the host's, which is not mounted: its own cgroup is at the top then.
-    """
-    top = root / "sys/fs/cgroup"
-    limits = []
-    while folder.is_relative_to(top):
-        try:
-            text = (folder / file).read_text().strip()
-        except OSError:
-            text = "max"
-        if text.isdecimal() and int(text) < _NO_LIMIT:
-            limits.append(int(text))
-        folder = folder.parent
-    return min(limits, default=None)
