@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+# As in engine processes: threads that spin take the cores of those that work. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest_plugins = ["tests.fixtures.model", "tests.fixtures.otlp", "tests.fixtures.redis"]
 

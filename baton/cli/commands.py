@@ -155,7 +155,7 @@ def plan(  # noqa: PLR0913 flags of the command
             print(plan_as_json(deployment, lengths))
         else:
             show_plan(deployment, lengths, _report_console())
-        if deployment.faults():
+        if deployment.faults(lengths):
             raise typer.Exit(EXIT_FAILURE)
 
 

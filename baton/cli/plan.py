@@ -69,8 +69,14 @@ class Deployment:
         """What both take together."""
         return sum(plan.total_bytes for plan in self.plans)
 
-    def faults(self) -> list[str]:
-        """What does not fit."""
+    def faults(self, lengths: Lengths) -> list[str]:
+        """What does not fit, requests of `lengths` included."""
+        num_tokens, context_tokens = lengths.prompt_tokens + lengths.output_tokens, self.decode.needs.context_tokens
+        if num_tokens > context_tokens:
+            return [
+                f"requests of {lengths.prompt_tokens} + {lengths.output_tokens} tokens: the context is"
+                f" {context_tokens} tokens"
+            ]
         faults = [f"{plan.needs.role.value} worker: {fault}" for plan in self.plans for fault in plan.faults()]
         usable_bytes = self.prefill.memory.usable_bytes
         if not faults and self.is_shared and self.total_bytes > usable_bytes:
@@ -125,7 +131,7 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
             "prefill_worker": _worker_fields(deployment.prefill, lengths),
             "decode_worker": _worker_fields(deployment.decode, lengths),
             "is_shared": deployment.is_shared,
-            "faults": deployment.faults(),
+            "faults": deployment.faults(lengths),
         },
         indent=2,
     )
@@ -188,7 +194,7 @@ def _rows(deployment: Deployment, lengths: Lengths) -> list[tuple[str, ...]]:
 
 def _verdict(deployment: Deployment, lengths: Lengths) -> list[str]:
     """What does not fit; else how full it is, and which knob would give more."""
-    if faults := deployment.faults():
+    if faults := deployment.faults(lengths):
         return [f"does not fit: {fault}" for fault in faults]
     lines = []
     if deployment.is_shared:

@@ -72,6 +72,7 @@ def test_the_numbers_are_there_for_programs(config):
         (["--set", "engine.dtype=float32", "--memory", "24GiB"], "prefill worker: model.path: 25.10 GiB of weights"),
         (["--set", "engine.kv_cache_bytes=90GiB"], "decode worker: engine.kv_cache_bytes: 90.00 GiB"),
         (["--set", "engine.memory_fraction=0.8"], "together: both workers take 6"),
+        (["--prompt-tokens", 4000], "requests of 4000 + 512 tokens: the context is 4096 tokens"),
         (["--set", "engine.kv_cache_bytes=1GiB", "--set", "model.max_context_tokens=4096"], "max_context_tokens"),
     ],
 )
