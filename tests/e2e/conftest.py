@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,20 +61,20 @@ class System:
                 time.sleep(0.1)
 
 
-@pytest.fixture(scope="session")
-def system(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """One system for the whole session. Tests leave it as they found it: idle, all blocks free."""
+@contextmanager
+def running_system(model_folder: Path, log_folder: Path, environment: dict[str, str]) -> Iterator[System]:
+    """`baton up` in float32, with these variables besides, until the block ends: then it must end well."""
     with OtlpReceiver() as traces:
         port = free_port()
         metrics_ports = {name: free_port() for name in COMPONENTS}
         environment = {
             **os.environ,
             "BATON_ENGINE__DTYPE": "float32",
-            "BATON_ENGINE__KV_CACHE_BYTES": "1GiB",
             "BATON_TELEMETRY__OTLP_ENDPOINT": traces.endpoint,
             **{f"BATON_{name.upper()}__TELEMETRY__METRICS_PORT": str(value) for name, value in metrics_ports.items()},
+            **environment,
         }
-        with (tmp_path_factory.mktemp("system") / "baton-up.log").open("wb") as log:
+        with (log_folder / "baton-up.log").open("wb") as log:
             command = [sys.executable, "-m", "baton.cli", "up", "--model", str(model_folder), "--port", str(port)]
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         running = System(process=process, address=f"127.0.0.1:{port}", metrics_ports=metrics_ports, traces=traces)
@@ -88,3 +89,11 @@ def system(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 process.kill()
                 raise
         assert code == 0, f"baton up ended with {code}"
+
+
+@pytest.fixture(scope="session")
+def system(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """One system for the whole session. Tests leave it as they found it: idle, all blocks free."""
+    environment = {"BATON_ENGINE__KV_CACHE_BYTES": "1GiB"}
+    with running_system(model_folder, tmp_path_factory.mktemp("system"), environment) as system:
+        yield system
