@@ -58,7 +58,9 @@ def test_another_compiler_or_instruction_set_has_its_own(fake_compiler: Path, tm
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")
-@pytest.mark.parametrize("machine", ["-march=x86-64-v3", "-march=skylake-avx512", "-march=sapphirerapids"])
+@pytest.mark.parametrize(
+    "machine", ["-march=sandybridge", "-march=x86-64-v3", "-march=skylake-avx512", "-march=sapphirerapids"]
+)
 def test_it_compiles_for_processors_that_are_not_this_one(tmp_path: Path, machine: str) -> None:
     assert build(tmp_path / "cache", machine=machine) is not None
 
