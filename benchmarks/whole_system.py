@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from benchmarks.load import LoadSummary, RequestFailedError, run_load, warm_up
 from benchmarks.machine import busy_share, describe_machine
 from benchmarks.report import Figure, print_figures, print_table, write_json
-from benchmarks.systems.catalogue import BATON, LLAMA_CPP, TRANSFORMERS, VLLM
+from benchmarks.systems.catalogue import BATON, BATON_INT8, LLAMA_CPP, TRANSFORMERS, VLLM
 from benchmarks.systems.system import CannotRunError
 from benchmarks.workload import mixed, uniform
 
@@ -33,7 +34,8 @@ OUT = Path("benchmarks/out/peers.json")
 SEED = 20
 # Offered to every system alike; what it was in the run stands in the JSON.
 MIXED_RATE_PER_S = 0.5
-CHOICES = (BATON, LLAMA_CPP, VLLM, TRANSFORMERS)
+OURS = (BATON, BATON_INT8)
+CHOICES = (*OURS, LLAMA_CPP, VLLM, TRANSFORMERS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,11 +94,12 @@ async def _run_loads(system: System, requests: Mapping[str, Sequence[Request]], 
 
 
 def figures_of(outcomes: Sequence[Outcome], load_names: Sequence[str]) -> list[Figure]:
-    """Baton's figures, once beside each peer."""
-    (baton, *peers) = outcomes
+    """Baton's figures, once beside each peer; those with int8 weights have its name before theirs."""
+    names = [choice.name for choice in OURS]
+    peers = [outcome for outcome in outcomes if outcome.name not in names]
     figures = []
-    for load in load_names:
-        ours = baton.summary(load)
+    for load, baton in product(load_names, (outcome for outcome in outcomes if outcome.name in names)):
+        ours, prefix = baton.summary(load), "int8_" if baton.name == BATON_INT8.name else ""
         for peer in peers:
             theirs = peer.summary(load)
             for field_name, unit in (
@@ -107,7 +110,7 @@ def figures_of(outcomes: Sequence[Outcome], load_names: Sequence[str]) -> list[F
             ):
                 figures.append(
                     Figure(
-                        name=f"{load}_{field_name}",
+                        name=f"{prefix}{load}_{field_name}",
                         value=None if ours is None else getattr(ours, field_name),
                         unit=unit,
                         n=0 if ours is None else ours.num_complete,

@@ -56,6 +56,7 @@ class Choice:
 
 
 BATON = Choice(kind="baton", name="baton")
+BATON_INT8 = Choice(kind="baton", name="baton int8", dtype="int8", settings={"BATON_ENGINE__QUANTIZATION": "int8"})
 TRANSFORMERS = Choice(kind="transformers", name="transformers")
 LLAMA_CPP = Choice(kind="llama_cpp", name="llama.cpp Q4_1", dtype="q4_1")
 VLLM = Choice(kind="vllm", name="vLLM")
