@@ -22,7 +22,16 @@ UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 _OR_FILE = " @FILE reads it from a file."
 
-Address = Annotated[str, typer.Option(help="The gateway's host:port.")]
+
+def _check_address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    # gRPC names such as unix:/path and dns:///host:port are its own matter.
+    if not (colon and host and (port.isdecimal() or "/" in value)):
+        raise typer.BadParameter(f"must be host:port, not {value!r}")
+    return value
+
+
+Address = Annotated[str, typer.Option(help="The gateway's host:port.", callback=_check_address)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

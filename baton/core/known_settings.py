@@ -30,6 +30,7 @@ COMPONENT_SETTINGS = (
     "queue",
     "shares_prefixes",
     "stall_s",
+    "swap_bytes",
     "worker_id",
 )
 # Kubernetes and Docker tell each container of services and linked containers by such names: one that is called `baton`,

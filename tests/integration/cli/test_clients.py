@@ -278,3 +278,10 @@ async def test_chat_at_a_terminal_stops_an_answer_on_ctrl_c_and_goes_on(gateway)
             process.kill()
     told = [[turn.content for turn in request.messages] for request in gateway.requests]
     assert told[1] == ["forever and a day", "forever and a day", "again"]
+
+
+@pytest.mark.parametrize("address", ["", "host", ":8470", "host:", "host:http"])
+async def test_what_is_no_address_is_refused_before_anything_is_asked(address):
+    code, out, err = await baton("generate", "hello", "--address", address)
+    assert (code, out) == (2, "")
+    assert "must be host:port" in err
