@@ -17,7 +17,7 @@ class FinishReason(Enum):
 class SamplingParams:
     """How the next token is chosen.
 
-    The randomness of the token at position p depends on `seed` and p alone, so prefill and decode workers
+    The noise of the token at position p depends on `seed`, p and the ids alone, so prefill and decode workers
     continue one stream without passing any state. The penalties depend on the tokens before p too. The wire's
     `SamplingParams` says what each field does; `logit_bias` is sorted by id.
     """

@@ -1,10 +1,13 @@
 """Choosing the next tokens from logits.
 
-The token at position p of a sequence is a function of its logits, its `SamplingParams` and p: one uniform
-number, derived from (seed, p), picks the token by inverting the cumulative distribution. So a sequence gets the
-same tokens in any batch and on any worker. Every row is computed on its own, and filters compare with thresholds
-rather than with ranks, so that equal logits, which are common in half precision, are kept or dropped together
-whatever order a sort puts them in.
+The token at position p of a sequence is a function of its logits, its `SamplingParams` and p: each id waits for an
+exponentially distributed time, derived from (seed, p, id), and the largest probability divided by its time wins; an
+id wins with its probability. So a sequence gets the same tokens in any batch and on any worker. The same logits
+rounded in another way, by a cache that was computed in other chunks, give another token only where two ids are
+nearly tied; one number that inverts the cumulative distribution would move to a neighbouring id far more often.
+
+Every row is computed on its own, and filters compare with thresholds rather than with ranks, so that equal logits,
+which are common in half precision, are kept or dropped together whatever order a sort puts them in.
 """
 
 from __future__ import annotations
@@ -16,29 +19,61 @@ import torch
 from baton.core.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.core.generation import SamplingParams
+
+    # Draws one id a row from float32 probabilities [rows, vocab_size] and a key for each row; see `torch_race`.
+    Race = Callable[[torch.Tensor, Sequence[int]], list[int]]
 
 # Most nuclei are far smaller than the vocabulary, and finding the largest few is far cheaper than sorting it.
 NUCLEUS_CANDIDATES = 1024
 # Logits that are searched for the position of the largest.
 SPAN = 256
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_MASK64, _MASK32 = (1 << 64) - 1, (1 << 32) - 1
+_GOLDEN, _GOLDEN32 = 0x9E3779B97F4A7C15, 0x9E3779B9
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but `seed` (taken modulo 2**64) and `position`."""
-    return (_mix(_mix(seed) + position * _GOLDEN) >> 11) * 2.0**-53
+def race_key(seed: int, position: int) -> int:
+    """64 bits that depend on nothing but `seed` (taken modulo 2**64) and `position`."""
+    return _mix(_mix(seed) + position * _GOLDEN)
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def uniforms(keys: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1) that depend on a key and an id alone: float64 [keys, ids], for int64 `ids` on any device."""
+    low, high = (
+        torch.tensor([each >> shift & _MASK32 for each in keys], device=ids.device)[:, None] for shift in (0, 32)
+    )
+    hashes = _mix32(ids * _GOLDEN32 + low)
+    hashes = _mix32(hashes.bitwise_xor_(high))
+    return hashes.to(torch.float64).add_(0.5).mul_(2.0**-32)
+
+
+def torch_race(probabilities: torch.Tensor, keys: Sequence[int]) -> list[int]:
+    """Each row's id with the largest probability divided by -log(uniform), the lowest among equals.
+
+    Takes float32 [rows, vocab_size], not necessarily of sum 1, each row with one above 0, and a `race_key` a row.
+    Blocks.
+    """
+    ids = (probabilities > 0).any(dim=0).nonzero()[:, 0]
+    times = uniforms(keys, ids).log_().neg_()
+    places = torch.div(probabilities[:, ids], times, out=times).argmax(dim=-1)
+    winners: list[int] = ids[places].tolist()
+    return winners
+
+
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    race: Race = torch_race,
+) -> list[int]:
     """One token a row: `logits` is float32 [rows, vocab_size], `positions[i]` where row i's token will stand.
 
-    Filters apply in the order temperature, top-k, top-p, min-p. Greedy rows take the largest logit, the lowest id
-    among equals. Blocks until the tokens are known. InternalError when a row has no finite maximum.
+    Filters apply in the order temperature, top-k, top-p, min-p; then `race` draws. Greedy rows take the largest
+    logit, the lowest id among equals. Blocks until the tokens are known. InternalError when a row has no finite
+    maximum.
     """
     best, greedy = _largest(logits)
     if not bool(best.isfinite().all()):
@@ -47,7 +82,8 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     drawn = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if drawn:
         with torch.inference_mode():
-            chosen = _draw(logits[drawn], [params[row] for row in drawn], [positions[row] for row in drawn])
+            probabilities = _filtered(logits[drawn], [params[row] for row in drawn])
+            chosen = race(probabilities, [race_key(params[row].seed, positions[row]) for row in drawn])
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return tokens
@@ -77,23 +113,30 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def _mix32(values: torch.Tensor) -> torch.Tensor:
+    """The finaliser "lowbias32" (Wellons, 2018) on the low 32 bits of int64 `values`, in place.
+
+    A product may wrap, which leaves its low 32 bits right.
+    """
+    values &= _MASK32
+    values ^= values >> 16
+    values.mul_(0x7FEB352D).bitwise_and_(_MASK32)
+    values ^= values >> 15
+    values.mul_(0x846CA68B).bitwise_and_(_MASK32)
+    values ^= values >> 16
+    return values
+
+
+def _filtered(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Each id's probability before the filters, 0 where one drops it: [rows, vocab_size]. The likeliest stay."""
     temperatures = torch.tensor([each.temperature for each in params], device=logits.device)
     # The largest logit becomes 0 first: a tiny temperature then underflows the others and overflows nothing.
     shifted = logits - logits.max(dim=-1, keepdim=True).values
     probabilities = torch.softmax(shifted / temperatures[:, None], dim=-1)
     thresholds = _thresholds(probabilities, params)
-    if thresholds is not None:
-        probabilities = probabilities.masked_fill(probabilities < thresholds[:, None], 0.0)
-    # Sums of a whole vocabulary lose the small tokens in float32.
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    draws = [uniform(each.seed, position) for each, position in zip(params, positions, strict=True)]
-    targets = torch.tensor(draws, dtype=torch.float64, device=logits.device) * cumulative[:, -1]
-    # The first token whose cumulative weight exceeds the target: never one of weight 0.
-    picked = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
-    last_possible = (cumulative < cumulative[:, -1:]).sum(dim=-1)
-    chosen: list[int] = torch.minimum(picked, last_possible).tolist()
-    return chosen
+    if thresholds is None:
+        return probabilities
+    return probabilities.masked_fill(probabilities < thresholds[:, None], 0.0)
 
 
 def _thresholds(probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FLOAT32_BYTES = 4
 # Of a sampled row's logits: the model's, those after the rules, and what a draw makes of them (shifted, divided,
-# probabilities, filtered, sums in float64, comparisons).
+# probabilities, filtered, waiting times in 64 bits and what they are computed from).
 _SAMPLING_BYTES = 44
 # The same of a prompt's row whose log-probabilities are asked for.
 _SCORING_BYTES = 12

@@ -18,8 +18,9 @@ from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import build
 from baton.engine.native.chunks import ChunkKernels
 from baton.engine.native.decoder import NativeDecoder
+from baton.engine.native.race import NativeRace
 from baton.engine.out_of_memory import is_out_of_memory
-from baton.engine.sampler import sample
+from baton.engine.sampler import sample, torch_race
 from baton.engine.sharding import WHOLE
 from baton.engine.weights import DecoderWeights, WeightForm
 
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
     from baton.engine.rank_group import RankGroup
+    from baton.engine.sampler import Race
 
 
 class TorchExecutor:
     """Runs steps of a decoder over a pool. Implements `Executor`; used from one thread, keeps no sequence state.
 
-    With a `decoder`, slices of one token go to it. Computes with as many threads as `cores` gives, or without it with
-    those that PyTorch had when this was made.
+    With a `decoder`, slices of one token go to it; `race` draws sampled tokens. Computes with as many threads as
+    `cores` gives, or without it with those that PyTorch had when this was made.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class TorchExecutor:
         pool: KVPool,
         decoder: NativeDecoder | None = None,
         cores: CoreShare | None = None,
+        race: Race = torch_race,
     ) -> None:
         self.model = model
         self._cores = cores
         self._num_threads = torch.get_num_threads()
         self._decoder = decoder
+        self._race = race
         self._pool = pool
         self.layout: KVLayout = pool.layout
         self.num_blocks = pool.num_blocks
@@ -91,10 +95,11 @@ class TorchExecutor:
         num_threads = torch.get_num_threads()
         kernels = ChunkKernels(config, library, num_threads=num_threads)
         model = DecoderModel(config, weights, group, kernels=kernels)
+        race = NativeRace(library)
         if group is not None:
-            return cls(model, pool, cores=cores)
+            return cls(model, pool, cores=cores, race=race)
         decoder = NativeDecoder(model, pool, library=library, num_threads=num_threads)
-        return cls(model, pool, decoder, cores)
+        return cls(model, pool, decoder, cores, race)
 
     def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
         """Runs the step; see `Executor.execute`. Pauses between layers where PyTorch computes them on a CPU."""
@@ -206,7 +211,7 @@ class TorchExecutor:
             return StepOutput(tokens=[None] * len(plan.slices), prompt_logprobs=scores)
         adjusted = apply_rules(logits, [piece.rules for piece in sampling])
         params = [piece.sampling for piece in sampling if piece.sampling is not None]
-        chosen = sample(adjusted, params, [piece.end_position for piece in sampling])
+        chosen = sample(adjusted, params, [piece.end_position for piece in sampling], self._race)
         following = iter(chosen)
         return StepOutput(
             tokens=[None if piece.sampling is None else next(following) for piece in plan.slices],

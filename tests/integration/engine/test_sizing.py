@@ -19,6 +19,7 @@ from baton.engine.int8_weight import Int8Weight
 from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import compiler
+from baton.engine.sampler import torch_race
 from baton.engine.sizing import StepShape, count_parameters, step_bytes, weight_bytes
 from baton.engine.torch_executor import TorchExecutor
 from baton.engine.weights import DecoderWeights, WeightForm
@@ -150,7 +151,10 @@ def two_layers(tmp_path_factory) -> Path:
 def executor(request, two_layers) -> TorchExecutor:
     layout = DecoderConfig.from_folder(two_layers).kv_layout(16, request.param)
     made = TorchExecutor.from_folder(two_layers, pool=KVPool(layout, 160))
-    made._decoder = None  # the kernels' memory is not PyTorch's, so only PyTorch's steps can be measured
+    made._decoder, made._race = (
+        None,
+        torch_race,
+    )  # the kernels' memory is not PyTorch's, so only PyTorch's steps can be measured
     made.warm_up()
     return made
 

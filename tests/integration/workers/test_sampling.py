@@ -1,7 +1,7 @@
 """Sampling over the handover: both workers together choose what one loop in one process chooses.
 
-The loop is transformers' model and its repetition penalty; the other penalties, the filters and the inversion of the
-distribution are written out here as their definitions read. Only the stream of uniform numbers is the engine's own.
+The loop is transformers' model and its repetition penalty; the other penalties, the filters and the draw are written
+out here as their definitions read. Only the uniform number of each seed, position and token is the engine's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from baton.core.errors import InvalidArgumentError, OutOfRangeError
-from baton.engine.sampler import uniform
+from baton.engine.sampler import race_key, uniforms
 from baton.rpc.errors import from_call
 from baton.v1 import common_pb2, kv_transfer_pb2
 from tests.integration.workers.harness import VOCAB_SIZE
@@ -77,8 +77,8 @@ class Loop:
         probabilities = torch.softmax(scores / sampling.temperature, 0)
         if sampling.top_k:
             probabilities[probabilities < probabilities.topk(sampling.top_k).values[-1]] = 0
-        cumulative = probabilities.cumsum(0) / probabilities.sum()
-        return int((cumulative > uniform(sampling.seed, position)).nonzero()[0, 0])
+        times = -uniforms([race_key(sampling.seed, position)], torch.arange(len(scores)))[0].log()
+        return int((probabilities / times).argmax())
 
 
 @pytest.fixture(scope="module")
