@@ -45,9 +45,11 @@ async def read_to_error(call: Any) -> grpc.aio.AioRpcError:
     raise AssertionError("the call ended well")
 
 
-async def start_decode(client: Client, attempt_id: str, max_tokens: int = 2000) -> tuple[Any, Any]:
+async def start_decode(
+    client: Client, attempt_id: str, prompt: list[int] = PROMPT, max_tokens: int = 2000
+) -> tuple[Any, Any]:
     """A request whose tokens flow: its two calls."""
-    prefill = client.prefill.Prefill(client.prefill_request(attempt_id, PROMPT, max_tokens=max_tokens))
+    prefill = client.prefill.Prefill(client.prefill_request(attempt_id, prompt, max_tokens=max_tokens))
     first = await client.first_token(prefill)
     decode = client.decode.Decode(client.decode_request(attempt_id, first, max_tokens=max_tokens))
     assert (await decode.read()).HasField("handover")
@@ -109,8 +111,10 @@ async def test_a_killed_prefill_server_takes_its_engine_and_its_segment_along(pa
 
 async def test_a_killed_decode_server_loses_its_leases_by_expiry(pair):
     async with pair.client() as client:
-        _, hog = await start_decode(client, "hog", max_tokens=2600)
-        prefill = client.prefill.Prefill(client.prefill_request("waits", PROMPT, max_tokens=1000))
+        # Two such prompts do not fit into the pool at a time: the second waits for as long as the first generates.
+        long = [1 + index % 50 for index in range(1400)]
+        _, hog = await start_decode(client, "hog", long, max_tokens=1300)
+        prefill = client.prefill.Prefill(client.prefill_request("waits", long[::-1], max_tokens=1000))
         first = await client.first_token(prefill)
         waits = client.decode.Decode(client.decode_request("waits", first, max_tokens=1000))
         reading = asyncio.create_task(waits.read())
