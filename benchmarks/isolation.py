@@ -157,6 +157,7 @@ async def run(*, quick: bool, only: Sequence[str]) -> None:
         raise SystemExit(f"isolation: {error}") from None
     content["sustained_interval_s"] = interval_s
     content["stated_interval_s"] = STATED_INTERVAL_S
+    title = f"{case.num_chats} chats beside a prompt of {case.long_tokens:,} tokens (seconds)"
     intervals = {"": interval_s}
     if not quick and interval_s > STATED_INTERVAL_S:
         intervals[" at 0.4 s"] = STATED_INTERVAL_S
@@ -165,9 +166,12 @@ async def run(*, quick: bool, only: Sequence[str]) -> None:
             if choice.kind == BATON.kind or not only or choice.kind in only:
                 console.print(f"{choice.name}, a chat each {each_s:.2f} s ...", highlight=False)
                 entries[choice.name + suffix] = await measure(choice, case, each_s)
+                # Each as soon as it is there: the whole takes long.
+                show(console, title, {choice.name + suffix: entries[choice.name + suffix]})
+                write_json(OUT, {"machine": describe_machine(), **content})
     if not quick:
         content["systems_32k"] = await _beside_32k(console)
-    show(console, f"{case.num_chats} chats beside a prompt of {case.long_tokens:,} tokens (seconds)", entries)
+    show(console, title, entries)
     if not quick:
         show(console, f"random small model, prompt of {FULL_32K.long_tokens:,} tokens", content["systems_32k"])
     write_json(OUT, {"machine": describe_machine(), **content})

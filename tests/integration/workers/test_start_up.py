@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,10 +19,17 @@ from baton.core.workers import WorkerRole
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory_limit import host_memory
 from baton.worker.settings import WorkerSettings
-from baton.worker.start_up import Loaded, load
+from baton.worker.start_up import Loaded, RankHost, load
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def _no_ranks(_: int) -> None:
+    raise AssertionError("a worker of one process has no ranks")
+
+
+ALONE = RankHost(watch=_no_ranks, at_end=ExitStack())
 
 
 @pytest.fixture
@@ -32,7 +40,8 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
 def start(folder: Path, *, max_context_tokens: int | None = None, **engine: Any) -> Loaded:
     fields = {"dtype": "float32", "kv_cache_bytes": 1024**2, "num_threads": torch.get_num_threads()} | engine
     model = ModelSettings(path=folder, max_context_tokens=max_context_tokens)
-    return load(WorkerRole.DECODE, WorkerSettings(model=model, engine=EngineSettings(**fields)), KVPool)
+    settings = WorkerSettings(model=model, engine=EngineSettings(**fields))
+    return load(WorkerRole.DECODE, settings, KVPool, ALONE)
 
 
 def test_weights_that_differ_from_the_manifest_are_refused_by_name(folder: Path) -> None:
