@@ -9,12 +9,9 @@ local lease_ms, max_waiting, max_tokens = tonumber(ARGV[3]), tonumber(ARGV[4]), 
 local class, settle_ms = ticket.class, tonumber(ARGV[6])
 local _, age_ms = epoch()
 
-local known = redis.call('HGET', TICKETS, attempt)
-if known then
-  return admitted(cjson.decode(known), attempt)
-end
-if redis.call('HEXISTS', REQUESTS, ticket.request_id) == 1 then
-  return {'exists'}
+local answer = answer_to_known(ticket, attempt)
+if answer then
+  return answer
 end
 -- A lost database does not know yet who lives and who waits.
 if age_ms < settle_ms then
@@ -55,8 +52,4 @@ local wait_ms = predicted_wait(class, num_ahead(ticket, attempt))
 if ticket.max_wait_ms and wait_ms > ticket.max_wait_ms then
   return {'late', wait_ms}
 end
-redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
-redis.call('HSET', REQUESTS, ticket.request_id, attempt)
-redis.call('ZADD', LEASES, int(now + lease_ms), attempt)
-enqueue(ticket, attempt)
-return admitted(ticket, attempt)
+return take_in(ticket, attempt, lease_ms)

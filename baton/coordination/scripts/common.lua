@@ -350,6 +350,26 @@ local function admitted(ticket, attempt)
   return {'admitted', ahead, int(ticket.order), int(ticket.since), wait_ms, ahead == 0 and snapshot() or {}}
 end
 
+-- The answer to an admission that needs no new ticket, because the attempt has one or its request runs; else nil.
+local function answer_to_known(ticket, attempt)
+  local known = redis.call('HGET', TICKETS, attempt)
+  if known then
+    return admitted(cjson.decode(known), attempt)
+  end
+  if redis.call('HEXISTS', REQUESTS, ticket.request_id) == 1 then
+    return {'exists'}
+  end
+end
+
+-- Makes an attempt's ticket, under a lease, and puts it into the queue; `enqueue` tells of `comes_back`.
+local function take_in(ticket, attempt, lease_ms, comes_back)
+  redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
+  redis.call('HSET', REQUESTS, ticket.request_id, attempt)
+  redis.call('ZADD', LEASES, int(now + lease_ms), attempt)
+  enqueue(ticket, attempt, comes_back)
+  return admitted(ticket, attempt)
+end
+
 -- What the owner of a ticket is told of its grant; nil when a worker is gone or was replaced since.
 local function grant_message(attempt, ticket, grant)
   local prefill = redis.call('HGET', WORKERS, grant.prefill.id)

@@ -6,16 +6,9 @@
 local former, attempt, ticket, lease_ms = ARGV[1], ARGV[2], cjson.decode(ARGV[3]), tonumber(ARGV[4])
 epoch()
 end_ticket(former)
-local known = redis.call('HGET', TICKETS, attempt)
-if known then
-  return admitted(cjson.decode(known), attempt)
-end
-if redis.call('HEXISTS', REQUESTS, ticket.request_id) == 1 then
-  return {'exists'}
+local answer = answer_to_known(ticket, attempt)
+if answer then
+  return answer
 end
 ticket.since = now
-redis.call('HSET', TICKETS, attempt, cjson.encode(ticket))
-redis.call('HSET', REQUESTS, ticket.request_id, attempt)
-redis.call('ZADD', LEASES, int(now + lease_ms), attempt)
-enqueue(ticket, attempt, true)
-return admitted(ticket, attempt)
+return take_in(ticket, attempt, lease_ms, true)
