@@ -37,12 +37,14 @@ from gateway.validation import ChatPrompt, TextPrompt
 from gateway.worker_calls import Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from opentelemetry.trace import Tracer
 
     from baton.coordination.place import Place
+    from baton.core.errors import ServingError
     from baton.core.generation import StopRule
+    from baton.core.workers import WorkerView
     from gateway.attempts import Deployment, Emit
     from gateway.caller import Caller
     from gateway.classes import QueueClass, QueueClasses
@@ -109,7 +111,7 @@ class Session:
         queue_class = self._services.classes.classify(len(token_ids) - max(cached.values(), default=0))
         self._shorten(limit, queue_class)
         ticket = self._ticket(queue_class, stop, cached)
-        self._require_workers(ticket)
+        await self._require_workers(ticket)
         self._describe(ticket)
         first = Attempt(
             attempt_id=ticket.attempt_id,
@@ -174,21 +176,31 @@ class Session:
             cached=cached,
         )
 
-    def _require_workers(self, ticket: Ticket) -> None:
+    async def _require_workers(self, ticket: Ticket) -> None:
         """Refuses at once what no wait can serve: no pair of workers at all, or none that could ever hold it."""
-        queue, router = self._services.deployment.queue, self._services.deployment.router
+        queue = self._services.deployment.queue
         if not queue.is_available:
             return  # admission says so itself
-        if not router.has_pair(queue.views):
-            raise no_worker(self._services.model.name)
-        room = router.most_output_tokens(ticket.prompt_tokens, queue.views)
-        if ticket.max_tokens > room:
-            raise OutOfRangeError(
-                "stop.max_tokens",
-                f"{ticket.max_tokens} is over the {room} for which the workers have memory after a prompt of"
-                f" {ticket.prompt_tokens} tokens",
-                limit=room,
-            )
+        if self._refusal(ticket, queue.views) is None:
+            return
+        # What was seen last may be a tick old: workers that came since are not refused.
+        refusal = self._refusal(ticket, await queue.workers())
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self, ticket: Ticket, views: Sequence[WorkerView]) -> ServingError | None:
+        router = self._services.deployment.router
+        if not router.has_pair(views):
+            return no_worker(self._services.model.name)
+        room = router.most_output_tokens(ticket.prompt_tokens, views)
+        if ticket.max_tokens <= room:
+            return None
+        return OutOfRangeError(
+            "stop.max_tokens",
+            f"{ticket.max_tokens} is over the {room} for which the workers have memory after a prompt of"
+            f" {ticket.prompt_tokens} tokens",
+            limit=room,
+        )
 
     def _accepted(self, ticket: Ticket, place: Place) -> Accepted:
         return Accepted(

@@ -383,6 +383,17 @@ async def test_no_pair_of_workers_is_said_at_once(deployment: Deployment) -> Non
         assert await failure_of(deployment.stub.Generate(PROMPT)) == (CODES.UNAVAILABLE, "NO_WORKER")
 
 
+async def test_a_pair_that_is_just_there_serves_before_the_gateway_looks_again(deployment: Deployment) -> None:
+    [prefill, decode] = deployment.records
+    deployment.records[:] = [prefill]
+    for life in range(2, 6):  # in one of them the gateway may happen to look in between
+        await deployment.registry.deregister(decode.worker_id, decode.incarnation)
+        await eventually(lambda: len(deployment.queue.views) == 1)
+        decode = dataclasses.replace(decode, incarnation=f"d-life{life}")
+        await deployment.registry.heartbeat(decode)
+        assert (await deployment.stub.Complete(PROMPT)).finished.usage.completion_tokens > 0
+
+
 async def test_a_wait_in_the_queue_has_an_end(
     redis_server: EmbeddedRedis, model: ServedModel, tokenizer: Tokenizer
 ) -> None:
