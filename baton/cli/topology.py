@@ -13,6 +13,7 @@ from baton.cli.redis import RedisChild
 from baton.cli.supervisor import ChildSpec
 from baton.core.errors import StartupError
 from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
+from baton.engine.config_file import read_config
 from decode_worker.settings import DecodeWorkerSettings
 from gateway.settings import GatewaySettings
 from prefill_worker.settings import PrefillWorkerSettings
@@ -116,6 +117,7 @@ def _require_model(folder: Path) -> None:
     try:
         weights_fingerprint(folder)
         tokenizer_fingerprint(folder)
+        read_config(folder)
     except StartupError as error:
         raise StartupError(f"model.path: {error}") from None
 

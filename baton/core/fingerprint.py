@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import struct
@@ -33,6 +34,13 @@ _FORM = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARS}}}")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
+# Of the usual types; what else there is, is left to the library that loads it.
+_ELEMENT_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64"), 64),
+}
 # Say where files came from or which library wrote them, and change with neither weights nor token ids.
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_cache"})
 _VOLATILE_TOKENIZER_KEYS = frozenset(
@@ -191,7 +199,24 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=8 + header_bytes)
     if end != size:
         raise StartupError(f"{file}: has {size} bytes, and its header speaks of {end}; fetch it again")
+    _require_whole(file, tensors, 8 + header_bytes)
     return tensors
+
+
+def _require_whole(file: Path, tensors: dict[str, StoredTensor], start: int) -> None:
+    """StartupError unless the tensors lie one after another from `start`, each as long as its shape and type say.
+
+    The library that loads them wants the same, but it is there only after seconds.
+    """
+    for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].offset, each[1].num_bytes)):
+        element_bits = _ELEMENT_BITS.get(tensor.dtype)
+        is_sized = element_bits is None or math.prod(tensor.shape) * element_bits == tensor.num_bytes * 8
+        if tensor.offset != start or not is_sized:
+            raise StartupError(
+                f"{file}: is damaged: its header gives {name} other bytes than those of {list(tensor.shape)}"
+                f" {tensor.dtype} in their place; fetch it again"
+            )
+        start += tensor.num_bytes
 
 
 def _add_json(digest: hashlib._Hash, value: object) -> None:

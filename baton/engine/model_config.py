@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +10,14 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.core.errors import StartupError
-from baton.core.fingerprint import refuse_gguf
 from baton.core.model import KVLayout
 from baton.engine.checkpoint import stored_method
+from baton.engine.config_file import read_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.engine.sharding import Shard
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # The others change frequencies with a sequence's length, after keys were rotated and cached.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -61,17 +58,15 @@ class DecoderConfig:
 
         Raises StartupError naming the feature or fault that stops it.
         """
-        raw = _read_json(path)
-        family = raw.get("model_type")
-        if family not in FAMILIES:
-            raise StartupError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-        _refuse_unsupported(path, raw)
+        raw = read_config(path)
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises errors of many unrelated classes for a bad config
             reason = " ".join(str(error).split())
             raise StartupError(f"{path}: config.json: {reason}") from error
-        return replace(cls._from_transformers(path, family, config), stored_quantization=stored_method(path, raw))
+        return replace(
+            cls._from_transformers(path, raw["model_type"], config), stored_quantization=stored_method(path, raw)
+        )
 
     @classmethod
     def _from_transformers(cls, path: Path, family: str, config: Any) -> DecoderConfig:
@@ -130,31 +125,6 @@ class DecoderConfig:
             block_size=block_size,
             dtype=dtype,
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path if path.is_file() else path / "config.json"
-    refuse_gguf(path)
-    try:
-        raw = json.loads(file.read_bytes())
-    except OSError as error:
-        raise StartupError(f"model.path: cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise StartupError(f"{file}: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise StartupError(f"{file}: not a JSON object")
-    return raw
-
-
-def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
-    """Raises for what transformers would accept and this decoder would silently compute wrongly."""
-    architectures = raw.get("architectures") or []
-    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
-        raise StartupError(f"{path}: architecture {architectures[0]} does not generate text")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
-    if raw.get("model_type") == "mistral" and raw.get("layer_types") is not None:
-        raise StartupError(f"{path}: layer_types of mistral models are not supported")
 
 
 def _sliding_windows(path: Path, family: str, config: Any) -> tuple[int | None, ...]:

@@ -16,6 +16,7 @@ from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
 from baton.core.manifest import verify_weights
 from baton.core.model import KVLayout, ModelFingerprint
 from baton.core.start_up import StartPhases
+from baton.engine.config_file import read_config
 from baton.telemetry.logging import setup_logging
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def load(
     model, engine = settings.model, settings.engine
     # What is wrong with the folder is told before the libraries are there, which takes seconds.
     weights, tokenizer = weights_fingerprint(model.path), tokenizer_fingerprint(model.path)
+    read_config(model.path)
     verifying = _verify_meanwhile(model.path)
     phases = StartPhases()
     phases.begin("import")

@@ -133,14 +133,23 @@ async def test_bad_setting(start_up, random_llama):
     assert "99999" in line
 
 
-@pytest.mark.parametrize("weights", [None, b"\x10\0\0\0\0\0\0\0{"])
-async def test_a_broken_model_folder_is_told_before_anything_starts(start_up, tmp_path, weights):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+@pytest.mark.parametrize(
+    ("model_type", "weights", "words"),
+    [
+        ("llama", None, "no *.safetensors file"),
+        ("llama", b"\x10\0\0\0\0\0\0\0{", "is not a complete safetensors file"),
+        ("mamba", b"\2\0\0\0\0\0\0\0{}", "model_type 'mamba' is not supported"),
+    ],
+)
+async def test_a_broken_model_folder_is_told_before_anything_starts(start_up, tmp_path, model_type, weights, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     if weights is not None:
         (tmp_path / "model.safetensors").write_bytes(weights)
     up = await start_up("--model", str(tmp_path), "--port", str(free_port()))
     line = await fails(up)
     assert line.startswith(f"baton: model.path: {tmp_path}")
+    assert words in line
     assert len(up.lines) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,23 @@ def test_weights_that_differ_from_the_manifest_are_refused_by_name(folder: Path)
     content[-3] ^= 1  # the last tensor is small; its numbers stay finite
     file.write_bytes(content)
     with pytest.raises(StartupError, match=r"model\.safetensors: is damaged"):
+        start(folder)
+
+
+@pytest.mark.parametrize("fault", ["config", "weights"])
+def test_what_headers_show_is_told_before_torch_is_imported(
+    folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "baton.engine.memory_limit", None)  # the first module that imports it
+    with pytest.raises(ImportError):
+        start(folder)
+    if fault == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    else:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes().replace(b'"shape":[48]', b'"shape":[47]'))
+    with pytest.raises(StartupError, match=r"model_type 'mamba' is not supported|is damaged: its header gives"):
         start(folder)
 
 

@@ -159,6 +159,12 @@ def test_stored_tensors_say_where_the_bytes_lie(folder):
     assert (norm.dtype, norm.shape) == ("F32", (4,))
 
 
+def test_empty_tensors_and_types_that_are_not_known_here_are_taken(folder):
+    odd = {"none": ("F32", [0, 3], b""), "nibbles": ("F4", [6], bytes(3)), "also none": ("BF16", [0], b"")}
+    write_safetensors(folder / "model.safetensors", odd)
+    assert stored_tensors(weight_files(folder)).keys() == odd.keys()
+
+
 def damage_cut(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -170,6 +176,19 @@ def damage_garbage(folder):
 
 def damage_short(folder):
     (folder / "model.safetensors").write_bytes(b"abc")
+
+
+def damage_length(folder):
+    """Two tensors have each other's bytes."""
+    norm, embed = tensors()["norm"], tensors()["embed"]
+    write_safetensors(folder / "model.safetensors", {"norm": norm[:2] + embed[2:], "embed": embed[:2] + norm[2:]})
+
+
+def damage_gap(folder):
+    header = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    header["b"] = {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}
+    encoded = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(12))
 
 
 def damage_missing(folder):
@@ -195,6 +214,8 @@ def damage_config(folder):
         (damage_cut, "has .* bytes, and its header speaks of"),
         (damage_garbage, "model.safetensors: is not a safetensors file"),
         (damage_short, "model.safetensors: is not a complete safetensors file"),
+        (damage_length, r"is damaged: its header gives norm other bytes than those of \[4\] F32"),
+        (damage_gap, r"is damaged: its header gives b other bytes than those of \[1\] F32 in their place"),
         (damage_missing, r"no \*\.safetensors file"),
         (damage_index, r"named by the index are missing: part-7\.safetensors"),
         (damage_twice, r"b\.safetensors: holds norm, and so does a\.safetensors"),
