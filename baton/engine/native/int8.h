@@ -17,8 +17,8 @@
 #endif
 
 #define GROUP_VECTORS (GROUP / (2 * LANES))
-#define INT8_OUT 4
 #define INT8_ROWS 8
+#define STREAMED_ROWS 2 /* of more, the arithmetic takes longer than the memory: outputs are neighbours then */
 #define LARGEST_STEP 32767.0f
 
 typedef int16_t vs __attribute__((vector_size(VECTOR_BYTES)));
@@ -80,18 +80,18 @@ static float round_row(const float *x, size_t count, int16_t *to) {
     return most / LARGEST_STEP + sum_lanes(fault);
 }
 
-/* Weight row o begins at weight + o * groups * GROUP, its scales at scale + o * groups; row r of activations at
- * x + r * x_stride. */
+/* Weight row o begins at weight + o * apart * groups * GROUP, its scales at scale + o * apart * groups; row r of
+ * activations at x + r * x_stride. */
 struct int8_operands {
     const int8_t *weight;
     const uint16_t *scale;
     const int16_t *x;
-    size_t x_stride, groups;
+    size_t x_stride, groups, apart;
 };
 
-/* sums[r * INT8_OUT + o] = weight row o times activation row r, in steps of the latter. */
+/* sums[r * TILE_OUT + o] = weight row o times activation row r, in steps of the latter. */
 INLINE void int8_tile(int outs, int rows, struct int8_operands p, float *sums) {
-    vf sum[INT8_OUT][INT8_ROWS];
+    vf sum[TILE_OUT][INT8_ROWS];
 #pragma GCC unroll 4
     for (int o = 0; o < outs; o++)
 #pragma GCC unroll 8
@@ -99,9 +99,10 @@ INLINE void int8_tile(int outs, int rows, struct int8_operands p, float *sums) {
     for (size_t g = 0; g < p.groups; g++) {
 #pragma GCC unroll 4
         for (int o = 0; o < outs; o++) {
-            const int8_t *weight = p.weight + ((size_t)o * p.groups + g) * GROUP;
-            __builtin_prefetch(weight + INT8_OUT * p.groups * GROUP, 0, 2);
-            vf scale = splat(from_bfloat16(p.scale[(size_t)o * p.groups + g]));
+            size_t group = (size_t)o * (rows > STREAMED_ROWS ? 1 : p.apart) * p.groups + g;
+            const int8_t *weight = p.weight + group * GROUP;
+            if (rows > STREAMED_ROWS) __builtin_prefetch(weight + TILE_OUT * p.groups * GROUP, 0, 2);
+            vf scale = splat(from_bfloat16(p.scale[group]));
             vs wide[GROUP_VECTORS];
 #pragma GCC unroll 8
             for (int i = 0; i < GROUP_VECTORS; i++) wide[i] = widen_bytes(weight + i * 2 * LANES);
@@ -119,7 +120,7 @@ INLINE void int8_tile(int outs, int rows, struct int8_operands p, float *sums) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int o = 0; o < outs; o++) sums[r * INT8_OUT + o] = sum_lanes(sum[o][r]);
+        for (int o = 0; o < outs; o++) sums[r * TILE_OUT + o] = sum_lanes(sum[o][r]);
 }
 
 /* Functions of their own: each is kilobytes. */
@@ -132,7 +133,7 @@ INLINE void int8_tile(int outs, int rows, struct int8_operands p, float *sums) {
         default: int8_tile(OUTS, INT8_ROWS, p, sums); break;                                    \
         }                                                                                       \
     }
-DEFINE_INT8_TILES(int8_tiles, INT8_OUT)
+DEFINE_INT8_TILES(int8_tiles, TILE_OUT)
 DEFINE_INT8_TILES(int8_tiles_of_one, 1)
 
 INLINE int int8_tile_rows(int left) { return left >= INT8_ROWS ? INT8_ROWS : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
@@ -140,29 +141,28 @@ INLINE int int8_tile_rows(int left) { return left >= INT8_ROWS ? INT8_ROWS : lef
 /* Outputs `from` up to `to` for all rows; `step` has one for each. */
 static void int8_range(const struct linear *linear, const int16_t *x, size_t x_stride, const float *step, int rows,
                        int64_t from, int64_t to, struct target target) {
-    struct linear part = linear_from(INT8, linear, from);
     size_t groups = grouped((size_t)linear->in) / GROUP;
-    struct int8_operands p = {part.weight, part.scale, x, x_stride, groups};
-    float sums[INT8_ROWS * INT8_OUT];
-    for (int64_t o = from; o < to;) {
-        int outs = to - o < INT8_OUT ? 1 : INT8_OUT;
-        float *y = target.y + o;
+    float sums[INT8_ROWS * TILE_OUT];
+    for (struct walk walk = walk_outputs(from, to, rows <= STREAMED_ROWS); walk.output < to; walk_on(&walk)) {
+        int outs = walk_outs(&walk);
+        size_t group = (size_t)walk.output * groups;
+        struct int8_operands p = {(const int8_t *)linear->weight + group * GROUP, linear->scale + group, x, x_stride,
+                                  groups, (size_t)walk.apart};
+        float *y = target.y;
         for (int r = 0, count; r < rows; r += count) {
             count = int8_tile_rows(rows - r);
             p.x = x + (size_t)r * x_stride;
-            if (outs == INT8_OUT)
+            if (outs == TILE_OUT)
                 int8_tiles(count, p, sums);
             else
                 int8_tiles_of_one(count, p, sums);
             for (int j = 0; j < count; j++, y += target.stride)
                 for (int i = 0; i < outs; i++) {
-                    float value = sums[j * INT8_OUT + i] * step[r + j] + (linear->bias ? linear->bias[o + i] : 0.0f);
-                    y[i] = (target.adding ? y[i] : 0.0f) + value;
+                    int64_t o = walk.output + i * walk.apart;
+                    float value = sums[j * TILE_OUT + i] * step[r + j] + (linear->bias ? linear->bias[o] : 0.0f);
+                    y[o] = (target.adding ? y[o] : 0.0f) + value;
                 }
         }
-        o += outs;
-        p.weight += (size_t)outs * groups * GROUP;
-        p.scale += (size_t)outs * groups;
     }
 }
 
