@@ -20,7 +20,7 @@ from benchmarks.load import LoadSummary, RequestFailedError, run_load, warm_up
 from benchmarks.machine import busy_share, describe_machine
 from benchmarks.random_model import copy_tokenizer, save_random_llama
 from benchmarks.report import print_table, write_json
-from benchmarks.systems.catalogue import BATON, MODEL, VLLM, VLLM_TUNED, Choice
+from benchmarks.systems.catalogue import BATON, BATON_INT8, MODEL, VLLM, VLLM_TUNED, Choice
 from benchmarks.systems.system import CannotRunError
 from benchmarks.workload import chats, long_prompt, shifted
 
@@ -162,7 +162,7 @@ async def run(*, quick: bool, only: Sequence[str]) -> None:
     if not quick and interval_s > STATED_INTERVAL_S:
         intervals[" at 0.4 s"] = STATED_INTERVAL_S
     for suffix, each_s in intervals.items():
-        for choice in (BATON, VLLM, VLLM_TUNED):
+        for choice in (BATON, BATON_INT8, VLLM, VLLM_TUNED):
             if choice.kind == BATON.kind or not only or choice.kind in only:
                 console.print(f"{choice.name}, a chat each {each_s:.2f} s ...", highlight=False)
                 entries[choice.name + suffix] = await measure(choice, case, each_s)
