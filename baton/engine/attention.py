@@ -1,14 +1,14 @@
-"""Attention of one step over the paged pool.
+"""Attention of one step over the paged pool: what computes it, and PyTorch's way.
 
 What depends on the plan alone (which rows, which blocks, which masks) is worked out once a step; layers then
-only index and multiply. Rows of one token (decode) run together, padded, in groups of similar length. Chunks of
-several tokens (prefill) run one by one, because each has its own triangle.
+only index and multiply. By PyTorch rows of one token (decode) run together, padded, in groups of similar length.
+Chunks of several tokens (prefill) run one by one, because each has its own triangle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,6 +20,40 @@ if TYPE_CHECKING:
 
 # A row joins a group as long as it is at least this part of the group's longest: bounds the padding.
 MIN_GROUP_FILL = 0.5
+
+
+class StepAttention(Protocol):
+    """A step's attention in the layers that share one window."""
+
+    def run(self, queries: torch.Tensor, keys_values: torch.Tensor, pool: KVPool, layer: int) -> torch.Tensor:
+        """Attends from `queries` [tokens, num_kv_heads, queries per KV head, head_dim] in one layer.
+
+        `keys_values` [tokens, 2, num_kv_heads, head_dim] are the step's own, which the pool must already hold.
+        Returns [tokens, num_kv_heads * queries per KV head * head_dim] in the queries' dtype.
+        """
+        ...
+
+
+class PagedAttention(Protocol):
+    """What computes attention over the pool: PyTorch, this project's kernels on a CPU, or FlashInfer on CUDA."""
+
+    def plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> StepAttention:
+        """Works a step out for the layers with that window. The step must fit (`BatchPlan.assert_fits`).
+
+        What comes back is good until the next plan for the same window.
+        """
+        ...
+
+
+class TorchAttention:
+    """Implements `PagedAttention` by PyTorch alone, anywhere: the reference for the others. Computes in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> AttentionPlan:
+        """See `PagedAttention.plan`."""
+        return AttentionPlan.build(plan, pool, window=window, dtype=self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +103,7 @@ class AttentionPlan:
         return cls(tuple(groups), tuple(chunks))
 
     def run(self, queries: torch.Tensor, keys_values: torch.Tensor, pool: KVPool, layer: int) -> torch.Tensor:
-        """Attends from `queries` [tokens, num_kv_heads, queries per KV head, head_dim] in one layer.
-
-        `keys_values` [tokens, 2, num_kv_heads, head_dim] are the step's own, which the pool must already hold.
-        Returns [tokens, num_kv_heads * queries per KV head * head_dim] in the queries' dtype.
-        """
+        """See `StepAttention.run`."""
         output = torch.empty_like(queries)
         for group in self.groups:
             output[group.rows] = self._decode(group, queries, pool, layer)

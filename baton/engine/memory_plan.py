@@ -31,8 +31,8 @@ SCORED_ROWS = 64
 HOST_PROCESS_BYTES = 512 << 20
 # Each further rank of a tensor-parallel worker: an interpreter with PyTorch.
 RANK_PROCESS_BYTES = 384 << 20
-# What CUDA keeps for a context and its libraries.
-DEVICE_PROCESS_BYTES = 768 << 20
+# What CUDA keeps for a context and its libraries, and what attention and recorded decode steps keep.
+DEVICE_PROCESS_BYTES = 1280 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

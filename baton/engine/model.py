@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from baton.engine.attention import AttentionPlan, attention_dtype
+from baton.engine.attention import TorchAttention, attention_dtype
+from baton.engine.staging import Staging
+from baton.engine.step_inputs import StepInputs
 from baton.engine.weights import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from baton.engine.attention import PagedAttention, StepAttention
     from baton.engine.batch import BatchPlan
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
-    from baton.engine.native.chunks import ChunkKernels, ChunkPlan
+    from baton.engine.native.chunks import ChunkKernels
     from baton.engine.rank_group import RankGroup
     from baton.engine.weights import DecoderWeights, LayerWeights, Linear
 
@@ -25,7 +28,8 @@ class DecoderModel:
     """A model of the Llama family whose keys and values live in a paged pool.
 
     Every linear layer runs once over all tokens of a step, prefill and decode together. Holds no state of any
-    sequence. PyTorch computes all of it, or on a CPU `kernels` what they are for, where the caller has them.
+    sequence. PyTorch computes all of it, or on a CPU `kernels` what they are for, where the caller has them; on a
+    device `attention` is what computes that.
 
     In a `group` each rank has a model of its own with its part of the weights, and `config`, like the pool, is that
     part's. All ranks make the same calls in the same order and get the same results.
@@ -38,16 +42,21 @@ class DecoderModel:
         group: RankGroup | None = None,
         *,
         kernels: ChunkKernels | None = None,
+        attention: PagedAttention | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self._group = group
         self._kernels = kernels
         self._device = weights.embeddings.device
+        self._staging = None if self._device.type == "cpu" else Staging(self._device)
         # Where the weights have to be widened anyway, rounding between the layers would only cost time and accuracy.
         self._dtype = torch.float32 if weights.head.is_emulated else weights.dtype
         # The kernels multiply in float32; what PyTorch multiplies in a narrower type, it has instructions for.
         self._products = kernels if self._dtype == torch.float32 else None
+        self.attention: PagedAttention = (
+            attention or kernels or TorchAttention(attention_dtype(self._dtype, self._device))
+        )
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self._device)
 
     @property
@@ -74,23 +83,38 @@ class DecoderModel:
         plan must fit (`BatchPlan.assert_fits`); the pool must have this model's layout, dtype and device. `pause` is
         called before each layer but the first; other steps may run in it.
         """
+        inputs = StepInputs.of(plan, pool.layout)
+        if self._staging is not None:
+            inputs = StepInputs.over(self._staging.upload(inputs.flat()))
         with torch.inference_mode():
-            positions, pool_rows = _flat_positions(plan, pool)
-            token_ids = torch.tensor([token for piece in plan.slices for token in piece.token_ids], device=self._device)
-            rotary = self._rotary(positions)
-            windows = set(self.config.sliding_windows)
-            attention = {window: self._attention_plan(plan, pool, window) for window in windows}
-            hidden = self._embed(token_ids)
-            for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
-                if pause is not None and index > 0:
-                    pause()
-                queries, keys_values = self._project(layer, hidden, rotary)
-                keys_values = keys_values.to(pool.tensor.dtype)
-                _write(pool, pool_rows, index, keys_values)
-                mixed = attention[window].run(queries, keys_values, pool, index)
-                hidden += self._sum(self._linear(layer.output, mixed))
-                hidden += self._sum(self._mlp(layer, hidden))
-            return hidden
+            return self.run_layers(inputs, self.plan_attention(plan, pool, self.attention), pool, pause)
+
+    def plan_attention(
+        self, plan: BatchPlan, pool: KVPool, attention: PagedAttention
+    ) -> dict[int | None, StepAttention]:
+        """The step's attention by window, for all windows that layers have."""
+        return {window: attention.plan(plan, pool, window) for window in set(self.config.sliding_windows)}
+
+    def run_layers(
+        self,
+        inputs: StepInputs,
+        attention: Mapping[int | None, StepAttention],
+        pool: KVPool,
+        pause: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """What `hidden` does, from tensors on the model's device alone. In inference mode."""
+        rotary = self._rotary(inputs.positions)
+        hidden = self._embed(inputs.token_ids)
+        for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
+            if pause is not None and index > 0:
+                pause()
+            queries, keys_values = self._project(layer, hidden, rotary)
+            keys_values = keys_values.to(pool.tensor.dtype)
+            _write(pool, inputs.pool_rows, index, keys_values)
+            mixed = attention[window].run(queries, keys_values, pool, index)
+            hidden += self._sum(self._linear(layer.output, mixed))
+            hidden += self._sum(self._mlp(layer, hidden))
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [rows, vocab_size] for rows of `hidden`."""
@@ -123,12 +147,6 @@ class DecoderModel:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """`x` of all ranks added up."""
         return x if self._group is None else self._group.sum(x)
-
-    def _attention_plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> AttentionPlan | ChunkPlan:
-        if self._kernels is not None:
-            return self._kernels.plan(plan, pool, window)
-        dtype = attention_dtype(self._dtype, self._device)
-        return AttentionPlan.build(plan, pool, window=window, dtype=dtype)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)
@@ -177,23 +195,6 @@ class DecoderModel:
         if self._products is not None:
             return self._products.after_norm(linear, x, weight)
         return linear(self._norm(x, weight))
-
-
-def _flat_positions(plan: BatchPlan, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's position [tokens], and where its key and value go in layer 0 of the pool's rows [tokens * 2]."""
-    layout, device = pool.layout, pool.device
-    positions: list[torch.Tensor] = []
-    blocks: list[torch.Tensor] = []
-    for piece in plan.slices:
-        own = torch.arange(piece.start_position, piece.end_position)
-        first = piece.start_position // layout.block_size
-        table = torch.tensor(list(piece.block_table[first : (piece.end_position - 1) // layout.block_size + 1]))
-        positions.append(own)
-        blocks.append(table[own // layout.block_size - first])
-    flat = torch.cat(positions)
-    key_rows = torch.cat(blocks) * (layout.num_layers * 2 * layout.block_size) + flat % layout.block_size
-    rows = torch.stack((key_rows, key_rows + layout.block_size), 1).view(-1)
-    return flat.to(device), rows.to(device)
 
 
 def _write(pool: KVPool, rows: torch.Tensor, layer: int, keys_values: torch.Tensor) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     # Draws one id a row from float32 probabilities [rows, vocab_size] and a key for each row; see `torch_race`.
     Race = Callable[[torch.Tensor, Sequence[int]], list[int]]
+    # Brings the elements of a tensor [n] to the host. Blocks.
+    Fetch = Callable[[torch.Tensor], list[int]]
 
 # Most nuclei are far smaller than the vocabulary, and finding the largest few is far cheaper than sorting it.
 NUCLEUS_CANDIDATES = 1024
@@ -50,7 +52,13 @@ def uniforms(keys: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
     return hashes.to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
-def torch_race(probabilities: torch.Tensor, keys: Sequence[int]) -> list[int]:
+def to_list(values: torch.Tensor) -> list[int]:
+    """The elements of `values` [n], as PyTorch brings them here. Blocks."""
+    elements: list[int] = values.tolist()
+    return elements
+
+
+def torch_race(probabilities: torch.Tensor, keys: Sequence[int], fetch: Fetch = to_list) -> list[int]:
     """Each row's id with the largest probability divided by -log(uniform), the lowest among equals.
 
     Takes float32 [rows, vocab_size], not necessarily of sum 1, each row with one above 0, and a `race_key` a row.
@@ -59,8 +67,7 @@ def torch_race(probabilities: torch.Tensor, keys: Sequence[int]) -> list[int]:
     ids = (probabilities > 0).any(dim=0).nonzero()[:, 0]
     times = uniforms(keys, ids).log_().neg_()
     places = torch.div(probabilities[:, ids], times, out=times).argmax(dim=-1)
-    winners: list[int] = ids[places].tolist()
-    return winners
+    return fetch(ids[places])
 
 
 def sample(
@@ -68,6 +75,7 @@ def sample(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     race: Race = torch_race,
+    fetch: Fetch = to_list,
 ) -> list[int]:
     """One token a row: `logits` is float32 [rows, vocab_size], `positions[i]` where row i's token will stand.
 
@@ -76,9 +84,10 @@ def sample(
     maximum.
     """
     best, greedy = _largest(logits)
-    if not bool(best.isfinite().all()):
+    # One question to the device: -1 stands for a row without a finite maximum.
+    tokens = fetch(greedy.masked_fill(best.isfinite().logical_not(), -1))
+    if -1 in tokens:
         raise InternalError("the model's logits are not finite")
-    tokens: list[int] = greedy.tolist()
     drawn = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if drawn:
         with torch.inference_mode():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from baton.core.errors import OutOfMemoryError, StartupError
 from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, SequenceSlice, StepOutput
+from baton.engine.decode_graphs import CudaRecorder, DecodeGraphs
+from baton.engine.flashinfer_attention import FlashInferAttention, open_flashinfer
 from baton.engine.kv_pool import torch_dtype
 from baton.engine.logits import apply_rules
 from baton.engine.logprobs import logprobs_of
@@ -20,8 +24,9 @@ from baton.engine.native.chunks import ChunkKernels
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.native.race import NativeRace
 from baton.engine.out_of_memory import is_out_of_memory
-from baton.engine.sampler import sample, torch_race
+from baton.engine.sampler import sample, to_list, torch_race
 from baton.engine.sharding import WHOLE
+from baton.engine.staging import Staging
 from baton.engine.weights import DecoderWeights, WeightForm
 
 if TYPE_CHECKING:
@@ -32,10 +37,13 @@ if TYPE_CHECKING:
     from baton.core.model import KVLayout
     from baton.engine.batch import ScoredIds
     from baton.engine.cores import CoreShare
+    from baton.engine.decode_graphs import Recorder
     from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
     from baton.engine.rank_group import RankGroup
-    from baton.engine.sampler import Race
+    from baton.engine.sampler import Fetch, Race
+
+_log = logging.getLogger(__name__)
 
 
 class TorchExecutor:
@@ -58,6 +66,11 @@ class TorchExecutor:
         self._num_threads = torch.get_num_threads()
         self._decoder = decoder
         self._race = race
+        self._fetch: Fetch = to_list
+        if pool.device.type != "cpu":
+            self._fetch = Staging(pool.device).download
+            self._race = partial(torch_race, fetch=self._fetch)
+        self._graphs: DecodeGraphs | None = None
         self._pool = pool
         self.layout: KVLayout = pool.layout
         self.num_blocks = pool.num_blocks
@@ -78,6 +91,8 @@ class TorchExecutor:
 
         In a `group` that is the layout of this rank's part, and only that part is loaded; single tokens run with the
         others. Blocks for the load, and for seconds where the kernels are compiled. Raises StartupError.
+
+        A CUDA device becomes the current one of this thread, which makes all calls.
         """
         whole = DecoderConfig.from_folder(path)
         shard = WHOLE if group is None else group.shard
@@ -89,7 +104,10 @@ class TorchExecutor:
             dtype=torch_dtype(pool.layout.dtype), device=str(pool.device), quantization=quantization, shard=shard
         )
         weights = DecoderWeights.from_folder(path, whole, form)
-        library = build() if pool.device.type == "cpu" else None
+        if pool.device.type == "cuda":
+            torch.cuda.set_device(pool.device)
+            return cls(DecoderModel(config, weights, group, attention=open_flashinfer(config, pool)), pool)
+        library = build()
         if library is None:
             return cls(DecoderModel(config, weights, group), pool, cores=cores)
         num_threads = torch.get_num_threads()
@@ -152,14 +170,38 @@ class TorchExecutor:
     def check(self) -> None:
         """Nothing to lose: all of it is in this process."""
 
+    def record_decode(self, max_rows: int, recorder: Recorder | None = None) -> None:
+        """Has steps of at most `max_rows` single tokens replayed, from recordings that `warm_up` makes: on CUDA.
+
+        They keep the pool's last block for themselves, so `num_blocks` is one less. Where steps can't be recorded the
+        log says why, and they run as they do without.
+        """
+        attention = self.model.attention
+        if not isinstance(attention, FlashInferAttention):
+            _log.warning("decode steps are not recorded: PyTorch's attention changes its shapes with each")
+        elif self._pool.num_blocks < 2:
+            _log.warning("decode steps are not recorded: that takes a block, and the pool has one")
+        else:
+            self._graphs = DecodeGraphs(self.model, self._pool, attention, recorder or CudaRecorder(), max_rows)
+            self.num_blocks = self._graphs.num_usable_blocks
+
     def warm_up(self) -> None:
         """Runs a prefill and a decode step in block 0, and a sampled row; see `Executor.warm_up`."""
         warm_up(self)
+        if self._graphs is None:
+            return
+        try:
+            self._graphs.record()
+        except Exception as error:  # of PyTorch, of FlashInfer, of what that is built on: steps run without
+            _log.warning("decode steps are not recorded: %s", (str(error) or type(error).__name__).splitlines()[0])
+            self._graphs = None
 
     def _forward(
         self, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]], pause: Callable[[], None] | None
     ) -> torch.Tensor:
         """Logits [slices that sample, vocab_size] in the plan's order; scored slices' results go to `scores`."""
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._graphs.forward(plan)
         if self._decoder is None:
             return self._run_model(plan, scores, pause)
         singles = [piece for piece in plan.slices if _is_single(piece)]
@@ -211,7 +253,7 @@ class TorchExecutor:
             return StepOutput(tokens=[None] * len(plan.slices), prompt_logprobs=scores)
         adjusted = apply_rules(logits, [piece.rules for piece in sampling])
         params = [piece.sampling for piece in sampling if piece.sampling is not None]
-        chosen = sample(adjusted, params, [piece.end_position for piece in sampling], self._race)
+        chosen = sample(adjusted, params, [piece.end_position for piece in sampling], self._race, self._fetch)
         following = iter(chosen)
         return StepOutput(
             tokens=[None if piece.sampling is None else next(following) for piece in plan.slices],

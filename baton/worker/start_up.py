@@ -16,6 +16,7 @@ from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
 from baton.core.manifest import verify_weights
 from baton.core.model import KVLayout, ModelFingerprint
 from baton.core.start_up import StartPhases
+from baton.core.workers import WorkerRole
 from baton.engine.config_file import read_config
 from baton.telemetry.logging import setup_logging
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.core.settings import ModelSettings
-    from baton.core.workers import WorkerRole
     from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
     from baton.engine.memory_plan import MemoryPlan
@@ -149,7 +149,7 @@ def load(
             quantization=engine.quantization,
         ),
         layout=needs.layout,
-        num_blocks=pool.num_blocks,
+        num_blocks=executor.num_blocks,
         vocab_size=executor.vocab_size,
         max_context_tokens=_max_context_tokens(model, executor.max_context_tokens),
         takes_structure=structures is not None,
@@ -178,7 +178,10 @@ def _executor(role: WorkerRole, settings: WorkerSettings, pool: KVPool, host: Ra
     engine = settings.engine
     if engine.tensor_parallel_size == 1:
         cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
-        return TorchExecutor.from_folder(settings.model.path, pool=pool, quantization=engine.quantization, cores=cores)
+        alone = TorchExecutor.from_folder(settings.model.path, pool=pool, quantization=engine.quantization, cores=cores)
+        if role is WorkerRole.DECODE and engine.device != "cpu":
+            alone.record_decode(engine.max_num_seqs)
+        return alone
     assert pool.shared is not None
     spec = GroupSpec(
         size=engine.tensor_parallel_size,
