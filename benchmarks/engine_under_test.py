@@ -26,18 +26,18 @@ GREEDY = SamplingParams(temperature=0.0)
 class BatonEngine:
     """A `TorchExecutor` over a pool of `num_blocks` blocks. Steps use the first blocks; contents do not matter."""
 
-    def __init__(self, folder: Path, dtype: str, num_blocks: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_blocks: int, storage: torch.Tensor | None = None) -> None:
         self.config = DecoderConfig.from_folder(folder)
-        pool = KVPool(self.config.kv_layout(BLOCK_SIZE, dtype), num_blocks)
+        pool = KVPool(self.config.kv_layout(BLOCK_SIZE, dtype), num_blocks, storage=storage)
         self._executor = TorchExecutor.from_folder(folder, pool=pool)
         self._num_blocks = num_blocks
         self._has_own_products = self._executor.model.has_own_products
 
-    def prefill(self, num_tokens: int) -> None:
-        """One prompt in one chunk."""
-        token_ids = [100 + index % 1000 for index in range(num_tokens)]
-        table = range(-(-num_tokens // BLOCK_SIZE))
-        self._execute([_slice("prompt", token_ids, 0, table)])
+    def prefill(self, num_tokens: int, start: int = 0) -> None:
+        """One prompt in one chunk, or the chunk of it that begins at position `start`."""
+        token_ids = [100 + index % 1000 for index in range(start, start + num_tokens)]
+        table = range(-(-(start + num_tokens) // BLOCK_SIZE))
+        self._execute([_slice("prompt", token_ids, start, table)])
 
     def decode_step(self, num_seqs: int, context_tokens: int) -> None:
         """One token for each of `num_seqs` sequences that have `context_tokens` tokens each.

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import random
 import socket
-import subprocess
-import sys
 import zlib
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,27 +24,26 @@ from baton.core.model import KVLayout
 from baton.engine.kv_pool import KVPool
 from baton.engine.precision import resolve_dtype
 from baton.rpc.channels import client_options
-from baton.rpc.errors import from_call
-from benchmarks.handover_source import MAX_MESSAGE_BYTES, PEER, RAW_METHOD
+from benchmarks.handover_pipelined import measure_pipelined
+from benchmarks.handover_reader import source_of
+from benchmarks.handover_source import MAX_MESSAGE_BYTES, RAW_METHOD
 from benchmarks.limits import timed
 from benchmarks.machine import describe_machine
 from benchmarks.report import print_table, write_json
 from benchmarks.statistics import median
 from kv_transfer.block_stream import PIECE_BYTES
-from kv_transfer.descriptor import DistHandle, GrpcHandle, KVDescriptor, PeerPool, ShmHandle, Transport
-from kv_transfer.ways import ReaderFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
 
-    from kv_transfer.descriptor import PoolHandle
-    from kv_transfer.transport import KVReader
+    from benchmarks.handover_reader import Source
 
 OUT = Path("benchmarks/out/handover.json")
 TOKENS = (128, 512, 2048, 8192, 32768)
 SHUFFLED_TOKENS = 2048
 SHORTEST_PREFILL_TOKENS = 128
-PREFILL_TOKENS = (SHORTEST_PREFILL_TOKENS, 512, 2048)
+PREFILL_TOKENS = (SHORTEST_PREFILL_TOKENS, 512, 2048, 8192)
+"""The sample model takes no longer prompt."""
 SMALL = "SmolLM2-135M"
 # Both pools, the plain copy's two buffers and a reserve for everything else on the machine.
 _COPIES, _SHARE_OF_FREE_MEMORY = 4, 0.6
@@ -61,79 +57,6 @@ def layouts() -> dict[str, KVLayout]:
         SMALL: KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=small),
         "8B class": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16"),
     }
-
-
-class Source:
-    """The other process, and readers of its pool."""
-
-    def __init__(self, process: subprocess.Popen[str], layout: KVLayout, num_blocks: int) -> None:
-        self._process = process
-        order = {"layout": asdict(layout), "num_blocks": num_blocks}
-        found = self._ask(json.dumps(order))
-        handles: dict[str, PoolHandle] = {
-            "shm": ShmHandle(**found["handles"]["shm"]),
-            "gloo": DistHandle(**found["handles"]["gloo"], transport=Transport.GLOO),
-            "grpc": GrpcHandle(),
-        }
-        self.address: str = found["address"]
-        self.raw_port: int = found["raw_port"]
-        self._layout = layout
-        pool = PeerPool(
-            peer=PEER,
-            layout=layout,
-            address=self.address,
-            secret=bytes.fromhex(found["secret"]),
-            handles=tuple(handles.values()),
-        )
-        factory = ReaderFactory(
-            channel=lambda address: grpc.insecure_channel(address, client_options(MAX_MESSAGE_BYTES)),
-            from_call=from_call,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            timeout_s=30.0,
-        )
-        self.readers: dict[str, KVReader] = {name: factory(pool, handle) for name, handle in handles.items()}
-
-    def grant(self, block_ids: list[int]) -> KVDescriptor:
-        """A lease on these blocks."""
-        granted = self._ask(json.dumps(block_ids))
-        return KVDescriptor(
-            lease_id=granted["lease_id"],
-            lease_slot=granted["slot"],
-            generation=granted["generation"],
-            worker_id=PEER.worker_id,
-            incarnation=PEER.incarnation,
-            address=self.address,
-            block_ids=tuple(block_ids),
-            num_tokens=len(block_ids) * self._layout.block_size,
-            lease_s=3600.0,
-        )
-
-    def close(self) -> None:
-        """Gives the readers up."""
-        for reader in self.readers.values():
-            reader.close()
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-
-@contextmanager
-def source_of(layout: KVLayout, num_blocks: int) -> Iterator[Source]:
-    """A source with so large a pool, for as long as the block."""
-    command = [sys.executable, "-m", "benchmarks.handover_source"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            source = Source(process, layout, num_blocks)
-            yield source
-            source.close()
-            process.communicate()
-        finally:
-            process.kill()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +140,10 @@ def measure_ceilings(source: Source, rounds: int) -> dict[str, Any]:
     return {f"{name}_gb_per_s": _CEILING_BYTES / median(samples) / 1e9 for name, samples in seconds.items()}
 
 
-def measure_layout(name: str, layout: KVLayout, rounds: int) -> dict[str, Any]:
+def measure_layout(name: str, layout: KVLayout, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
     """All cases of a layout that fit the memory, and the ceilings beside them."""
     budget_bytes = _SHARE_OF_FREE_MEMORY * _free_memory_bytes() / _COPIES
-    sizes = [size for size in TOKENS if layout.blocks_for(size) * layout.block_bytes <= budget_bytes]
+    sizes = [size for size in lengths if layout.blocks_for(size) * layout.block_bytes <= budget_bytes]
     num_blocks = layout.blocks_for(max(sizes))
     into = KVPool(layout, num_blocks)
     buffers = (
@@ -251,13 +174,16 @@ def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="kept rounds of each case")
+    parser.add_argument("--quick", action="store_true", help="two rounds, and prompts of up to 2,048 tokens")
     parser.add_argument("--model", type=Path, default=Path(".cache/models/SmolLM2-135M-Instruct"))
     arguments = parser.parse_args()
+    rounds = 2 if arguments.quick else arguments.rounds
+    lengths = [size for size in TOKENS if size <= SHUFFLED_TOKENS or not arguments.quick]
     torch.set_num_threads(1)
     console = Console()
     report: dict[str, Any] = {"machine": describe_machine()}
     for name, layout in layouts().items():
-        report[name] = measure_layout(name, layout, arguments.rounds)
+        report[name] = measure_layout(name, layout, lengths, rounds)
         rows = [
             (
                 f"{result['num_tokens']:,} tokens, {result['blocks']}",
@@ -271,6 +197,8 @@ def main() -> None:
         ]
         print_table(console, name, ("", "transport", "ms", "GB/s", "memcpy GB/s", "of memcpy"), rows)
         console.print({key: round(value, 2) for key, value in report[name]["ceilings"].items()})
+    report["pipelined"] = measure_pipelined(arguments.model, layouts()[SMALL], min(3, rounds))
+    _print_pipelined(console, report["pipelined"])
     report["share_of_ttft"] = _share_of_ttft(arguments.model, layouts()[SMALL].dtype, report[SMALL]["results"])
     shares = [
         (
@@ -287,6 +215,27 @@ def main() -> None:
     console.print(f"written to {OUT}")
 
 
+def _print_pipelined(console: Console, pipelined: dict[str, Any]) -> None:
+    rows = [
+        (
+            row["transport"],
+            f"{row['chunk_computed_s'] * 1e3:,.0f}",
+            *(f"{row[key] * 1e3:,.2f}" for key in ("told_s", "ended_s", "one_chunk_s", "whole_s")),
+        )
+        for row in pipelined["results"]
+    ]
+    title = f"{pipelined['prompt_tokens']:,} tokens while they are computed by {pipelined['chunk_tokens']}, ms"
+    headings = (
+        "",
+        "a chunk's computation",
+        "last chunk told after",
+        "handover ended after",
+        "one chunk",
+        "all at once",
+    )
+    print_table(console, title, headings, rows)
+
+
 def _share_of_ttft(model: Path, dtype: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each transport's copy beside the computation of the same prompt on this machine.
 
@@ -296,7 +245,8 @@ def _share_of_ttft(model: Path, dtype: str, results: list[dict[str, Any]]) -> li
     from benchmarks.engine_under_test import BatonEngine
 
     shares = []
-    for num_tokens in PREFILL_TOKENS:
+    measured = {result["num_tokens"] for result in results}
+    for num_tokens in sorted(measured.intersection(PREFILL_TOKENS)):
         engine = BatonEngine(model, dtype, num_tokens)
         engine.prefill(SHORTEST_PREFILL_TOKENS)
         prefill_s = timed(lambda: engine.prefill(num_tokens))  # noqa: B023

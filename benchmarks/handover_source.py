@@ -7,8 +7,11 @@ import json
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,6 +22,8 @@ from baton.core.model import KVLayout, ModelFingerprint
 from baton.rpc.interceptors import ErrorInterceptor
 from baton.rpc.server import server_options
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from benchmarks.engine_under_test import BLOCK_SIZE, BatonEngine
+from benchmarks.limits import timed
 from kv_transfer.block_stream import PIECE_BYTES, BlockStream
 from kv_transfer.descriptor import Growth, GrpcHandle, PeerKey, ShmHandle, Transport
 from kv_transfer.errors import LeaseNotFoundError
@@ -45,6 +50,13 @@ class _TableLeases:
 
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
+        self._news = asyncio.Event()
+
+    def grow(self, lease_id: str, block_ids: range, *, is_complete: bool) -> None:
+        """More of a growing cache is computed; its follower hears of it."""
+        self._table.grow(lease_id, block_ids, is_complete=is_complete)
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def renew_lease(self, lease_id: str, pair: str) -> float:
         return self._table.renew(lease_id)
@@ -53,7 +65,14 @@ class _TableLeases:
         self._table.release(lease_id, outcome)
 
     async def follow_lease(self, lease_id: str, pair: str) -> AsyncIterator[Growth]:
-        yield Growth(self.leased_blocks(lease_id, pair).block_ids, 0)
+        num_told = 0
+        while True:
+            news, lease = self._news, self.leased_blocks(lease_id, pair)
+            yield Growth(lease.block_ids[num_told:], None if lease.is_growing else 0)
+            num_told = len(lease.block_ids)
+            if not lease.is_growing:
+                return
+            await news.wait()
 
     def leased_blocks(self, lease_id: str, pair: str) -> Lease:
         lease = self._table.find(lease_id)
@@ -79,18 +98,56 @@ class _RawStream(grpc.GenericRpcHandler):
             yield self._message
 
 
-async def _serve(spec: SegmentSpec, pool: SourcePool, leases: LeaseTable, secrets: PairSecrets) -> None:
-    """Serves gRPC until standard input ends; each line of it is a list of blocks to be leased."""
+class _Bench:
+    """Does what the lines of standard input ask for."""
+
+    def __init__(self, table: LeaseTable, leases: _TableLeases, engine: BatonEngine | None) -> None:
+        self._table = table
+        self._leases = leases
+        self._engine = engine
+        self._number = 0
+
+    async def obey(self, order: dict[str, Any]) -> None:
+        """Leases blocks, or computes a prompt and leases its blocks chunk by chunk."""
+        self._number += 1
+        lease_id = f"lease-{self._number}"
+        if "lease" in order:
+            self._tell_lease(self._table.grant(lease_id, lease_id, order["lease"]))
+        else:
+            await self._compute(lease_id, order["compute"], order["chunk_tokens"])
+
+    async def _compute(self, lease_id: str, num_tokens: int, chunk_tokens: int) -> None:
+        assert self._engine is not None, "the source was started with a model"
+        chunks_s: list[float] = []
+        for start in range(0, num_tokens, chunk_tokens):
+            end = min(start + chunk_tokens, num_tokens)
+            chunks_s.append(await asyncio.to_thread(timed, partial(self._engine.prefill, end - start, start)))
+            ended_at_s = time.monotonic()
+            blocks = range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE))
+            if start == 0:
+                self._tell_lease(self._table.grant(lease_id, lease_id, blocks, is_growing=True))
+            else:
+                self._leases.grow(lease_id, blocks, is_complete=end == num_tokens)
+        _tell(ended_at_s=ended_at_s, chunks_s=chunks_s)
+
+    def _tell_lease(self, lease: Lease) -> None:
+        _tell(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
+
+
+async def _serve(pool: SourcePool, leases: LeaseTable, secrets: PairSecrets, order: dict[str, Any]) -> None:
+    """Serves gRPC, and obeys standard input until it ends."""
+    layout = KVLayout(**order["layout"])
     shm = next(handle for handle in pool.handles if isinstance(handle, ShmHandle))
-    stream = BlockStream(PEER, spec.layout, shm, max_message_bytes=MAX_MESSAGE_BYTES)
+    stream = BlockStream(PEER, layout, shm, max_message_bytes=MAX_MESSAGE_BYTES)
     endpoint = Endpoint(
         peer=PEER,
         host_id="bench",
-        fingerprint=ModelFingerprint(model="m", weights="a1" * 16, tokenizer="b1" * 16, dtype=spec.layout.dtype),
-        layout=spec.layout,
+        fingerprint=ModelFingerprint(model="m", weights="a1" * 16, tokenizer="b1" * 16, dtype=layout.dtype),
+        layout=layout,
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(MAX_MESSAGE_BYTES))
-    servicer = KvTransferServicer(endpoint, [GrpcHandle()], secrets, _TableLeases(leases), stream)
+    holder = _TableLeases(leases)
+    servicer = KvTransferServicer(endpoint, [GrpcHandle()], secrets, holder, stream)
     kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
     server.add_generic_rpc_handlers((_RawStream(),))
     port = server.add_insecure_port(f"{_HOST}:0")
@@ -99,12 +156,11 @@ async def _serve(spec: SegmentSpec, pool: SourcePool, leases: LeaseTable, secret
         handle.transport.value: {name: value for name, value in asdict(handle).items() if name != "transport"}
         for handle in pool.handles
     }
+    model = order["model"]
+    bench = _Bench(leases, holder, model and BatonEngine(Path(model), layout.dtype, order["num_blocks"], pool.storage))
     _tell(address=f"{_HOST}:{port}", secret=secrets.mint().hex(), handles=handles, raw_port=_raw_socket())
-    number = 0
     while line := await asyncio.to_thread(sys.stdin.readline):
-        number += 1
-        lease = leases.grant(f"lease-{number}", f"attempt-{number}", json.loads(line))
-        _tell(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
+        await bench.obey(json.loads(line))
     await server.stop(None)
     stream.close()
 
@@ -137,15 +193,16 @@ def main() -> None:
     spec = SegmentSpec(
         layout=KVLayout(**order["layout"]), num_blocks=order["num_blocks"], num_slots=64, incarnation=PEER.incarnation
     )
-    torch.set_num_threads(1)
+    if order["model"] is None:
+        torch.set_num_threads(1)
     pool = SourcePool.create(spec, "cpu")
     try:
-        pool.storage.view(torch.int64).copy_(torch.arange(pool.storage.numel() // 8))
+        pool.storage.view(torch.int64).copy_(torch.arange(pool.storage.numel() // 8))  # the pages are there now
         leases = LeaseTable(pool.fences, SystemClock(), lease_s=3600.0)
         secrets = PairSecrets(new_key())
         place = DistPlace(host=_HOST, advertised_host=_HOST, timeout_s=30.0)
         pool.start_senders([Transport.GLOO], leases, secrets, place)
-        asyncio.run(_serve(spec, pool, leases, secrets))
+        asyncio.run(_serve(pool, leases, secrets, order))
     finally:
         pool.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from baton.worker.engine_loop import EventBatch
     from decode_worker.messages import DecodeCommand
     from decode_worker.settings import DecodeWorkerSettings
+    from kv_transfer.destination import Move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +53,20 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
             return KVPool.in_shared_memory(layout, num_blocks)
         return KVPool(layout, num_blocks, device=settings.engine.device)
 
-    open_reader = ReaderFactory(
-        channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
-        from_call=from_call,
-        max_message_bytes=settings.server.max_message_bytes,
-        timeout_s=settings.handover.timeout_s,
-    )
     with ExitStack() as at_end:
         host = RankHost(watch=channel.watch, at_end=at_end)
         loaded = load(WorkerRole.DECODE, settings, make_pool, host, swap_bytes=settings.swap_bytes)
         facts = loaded.facts
+        move = _move(settings.engine.device)
+        open_reader = ReaderFactory(
+            channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
+            from_call=from_call,
+            max_message_bytes=settings.server.max_message_bytes,
+            timeout_s=settings.handover.timeout_s,
+            move=move,
+        )
         num_slots = settings.swap_bytes // facts.layout.block_bytes
-        swapper = ThreadSwapper(SwapSpace(loaded.pool, num_slots), channel.wake) if num_slots else None
+        swapper = ThreadSwapper(SwapSpace(loaded.pool, num_slots, move), channel.wake) if num_slots else None
         if swapper is not None:
             at_end.callback(swapper.close)
         copier = ThreadCopier(PeerReaders(open_reader), loaded.pool, channel.wake)
@@ -82,3 +86,13 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
         )
         channel.ready(facts)
         EngineLoop(core, loaded.executor, clock).run(channel)
+
+
+def _move(device: str) -> Move:
+    """How whole blocks are copied from CPU memory to CPU memory."""
+    from baton.engine.native.build import build, compiler
+    from baton.engine.native.move import NativeMove
+
+    # That there is no compiler was told when the model was loaded.
+    library = build() if device == "cpu" and compiler() is not None else None
+    return ctypes.memmove if library is None else NativeMove(library)

@@ -13,11 +13,14 @@ from baton.engine.kv_pool import TORCH_DTYPES
 from kv_transfer.errors import PoolMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from baton.core.model import KVLayout
     from baton.engine.kv_pool import KVPool
     from kv_transfer.descriptor import KVDescriptor, PeerKey
+
+    Move = Callable[[int, int, int], object]
+    """Copies as `ctypes.memmove(to, from, bytes)` does; the two never overlap here."""
 
 
 class CopyRun(NamedTuple):
@@ -42,7 +45,9 @@ def copy_runs(source_ids: Sequence[int], destination_ids: Sequence[int]) -> Iter
             start = end
 
 
-def copy_on_cpu(source: torch.Tensor, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
+def copy_on_cpu(
+    source: torch.Tensor, destination: torch.Tensor, runs: Iterable[CopyRun], move: Move = ctypes.memmove
+) -> None:
     """Copies runs of blocks, uint8 [num_blocks, block_bytes] both, with the interpreter's lock released.
 
     On this thread alone, and so not `Tensor.copy_`: that splits each copy over torch's threads and waits for all of
@@ -51,9 +56,7 @@ def copy_on_cpu(source: torch.Tensor, destination: torch.Tensor, runs: Iterable[
     block_bytes = source.shape[1]
     source_address, destination_address = source.data_ptr(), destination.data_ptr()
     for from_id, to_id, length in runs:
-        ctypes.memmove(
-            destination_address + to_id * block_bytes, source_address + from_id * block_bytes, length * block_bytes
-        )
+        move(destination_address + to_id * block_bytes, source_address + from_id * block_bytes, length * block_bytes)
 
 
 def flat_blocks(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,12 @@ CALLS = "calls"
 PIECE_BYTES = 4 * 2**20
 """Most of one message, and what passes between two looks at the lease."""
 
+SOURCE_IDLE_S = 60.0
+"""After so long without a call a pair's communicator is given up by the source: NCCL's hold device memory."""
+
+READER_IDLE_S = SOURCE_IDLE_S / 2
+"""After so long its reader makes a new one: it must never call for one that the source may have given up."""
+
 _SEAL_BYTES = 32
 _POLL_S = 0.0002
 

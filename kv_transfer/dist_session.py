@@ -11,13 +11,14 @@ import json
 import queue
 import secrets
 import threading
+import time
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from kv_transfer.dist_link import CALLS, READER_RANK, Call, Link, local_host
+from kv_transfer.dist_link import CALLS, READER_IDLE_S, READER_RANK, Call, Link, local_host
 from kv_transfer.errors import TransferFailedError
 from kv_transfer.pairs import pair_of
 
@@ -43,6 +44,7 @@ class DistSession:
         self._secret = secret
         self._timeout_s = timeout_s
         self._link: Link | None = None
+        self._last_word_s = time.monotonic()
         self._epoch = secrets.token_hex(8)
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="handover-store", daemon=True).start()
@@ -54,6 +56,8 @@ class DistSession:
 
     def call(self, lease_id: str, pieces: tuple[tuple[int, int], ...]) -> Call:
         """Asks the source for a lease's blocks. Returns at once; `answer` has its words."""
+        if time.monotonic() - self._last_word_s > READER_IDLE_S:
+            self.disconnect()
         call = Call(
             pair=pair_of(self._secret),
             epoch=self._epoch,
@@ -67,6 +71,7 @@ class DistSession:
     def answer(self, call: Call, stage: str) -> dict[str, Any]:
         """What the source says, once it does."""
         answer: dict[str, Any] = json.loads(self._bounded(lambda: self._await(f"{call.reply}/{stage}")))
+        self._last_word_s = time.monotonic()
         return answer
 
     def has_answer(self, call: Call, stage: str) -> bool:

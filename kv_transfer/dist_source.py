@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from kv_transfer.descriptor import DistHandle, Transport
-from kv_transfer.dist_link import CALLS, SOURCE_RANK, Call, Link, checksum
+from kv_transfer.dist_link import CALLS, SOURCE_IDLE_S, SOURCE_RANK, Call, Link, checksum
 from kv_transfer.errors import TransferFailedError
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from kv_transfer.source import DistPlace
 
 _log = logging.getLogger(__name__)
-
-IDLE_S = 60.0
-"""After so long without a call a pair's communicator is given up: NCCL's hold device memory."""
 
 _UNTIL_A_CALL_COMES = timedelta(days=1)
 _MAX_CALLS_WAITING = 64
@@ -211,7 +208,7 @@ class _PairSender(threading.Thread):
         """The next call; None when this pair has none for long, or none any more."""
         while True:
             try:
-                call = self._calls.get(timeout=IDLE_S)
+                call = self._calls.get(timeout=SOURCE_IDLE_S)
             except queue.Empty:
                 if self._source.drop(self, if_idle=True):
                     return None

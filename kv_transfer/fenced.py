@@ -30,8 +30,9 @@ PIECE_BYTES = 256 * 2**20
 """What is copied between two looks at the fence, or up to twice that, and what `close` waits for: some tens of
 milliseconds.
 
-So much, because a long copy in one go is faster than in parts: from a size that depends on the caches, at most three
-quarters of 256 MiB on the machines that were looked at, the C library's copy writes around them."""
+So much, because where there is no compiler for `NativeMove` a long copy in one go is faster than in parts: from a size
+that depends on the caches, at most three quarters of 256 MiB on the machines that were looked at, the C library's copy
+writes around them."""
 
 CONVERTED_PIECE_BYTES = 4 * 2**20
 """The same for blocks that go through a buffer to be laid out anew."""

@@ -20,7 +20,7 @@ import torch
 from baton.core.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kv_transfer.descriptor import Transport
-from kv_transfer.destination import Destination, require_readable
+from kv_transfer.destination import Destination, copy_runs, require_readable
 from kv_transfer.errors import ChecksumError, PeerGoneError, StaleLeaseError, TransferFailedError
 from kv_transfer.transport import ReadResult
 
@@ -71,16 +71,13 @@ class GrpcReader:
         require_readable(descriptor, self._pool.peer, self._pool.layout)
         destination = Destination(into, block_ids, self._pool.layout, descriptor.num_tokens)
         num_blocks, block_bytes = len(descriptor.block_ids), self._pool.layout.block_bytes
-        group_blocks = min(num_blocks, max(1, PART_BYTES // block_bytes))
-        staging = torch.empty((group_blocks, block_bytes), dtype=torch.uint8)
         first_byte = descriptor.first_block * block_bytes
         pieces = self._pieces(descriptor, first_byte, first_byte + num_blocks * block_bytes)
         try:
-            rest = b""
-            for first in range(0, num_blocks, group_blocks):
-                group = staging[: min(group_blocks, num_blocks - first)]
-                rest = _fill(group, rest, pieces)
-                destination.put(first, group)
+            if destination.is_alike and destination.device.type == "cpu":
+                _receive(destination, pieces)
+            else:
+                self._receive_staged(destination, pieces, num_blocks)
         except grpc.RpcError as error:
             raise self._explain(error, descriptor) from error
         finally:
@@ -99,6 +96,17 @@ class GrpcReader:
         for call in calls:
             call.cancel()
         self._channel.close()
+
+    def _receive_staged(self, destination: Destination, pieces: Iterator[bytes], num_blocks: int) -> None:
+        """By way of a buffer, from which the blocks are laid out anew or go to a device."""
+        block_bytes = self._pool.layout.block_bytes
+        group_blocks = min(num_blocks, max(1, PART_BYTES // block_bytes))
+        staging = torch.empty((group_blocks, block_bytes), dtype=torch.uint8)
+        rest = b""
+        for first in range(0, num_blocks, group_blocks):
+            group = staging[: min(group_blocks, num_blocks - first)]
+            rest = _fill(group, rest, pieces)
+            destination.put(first, group)
 
     def _pieces(self, descriptor: KVDescriptor, first_byte: int, end: int) -> Generator[bytes]:
         """These bytes of the lease, in order, checked."""
@@ -154,16 +162,24 @@ class GrpcReader:
 def _checked(call: Any, num_bytes: int) -> Iterator[bytes]:
     """The call's pieces. ChecksumError when one is damaged, TransferFailedError when they are not `num_bytes`."""
     for piece in call:
-        if zlib.crc32(piece.data) != piece.crc32:
+        data = piece.data  # each look at it makes a copy
+        if zlib.crc32(data) != piece.crc32:
             raise ChecksumError("a piece of a KV cache arrived damaged")
-        num_bytes -= len(piece.data)
-        yield piece.data
+        num_bytes -= len(data)
+        yield data
     if num_bytes != 0:
         raise TransferFailedError(f"a part of a KV cache ended {num_bytes} bytes short")
 
 
+def _receive(destination: Destination, pieces: Iterator[bytes]) -> None:
+    """Right into the reader's blocks."""
+    rest = b""
+    for run in copy_runs(range(len(destination.block_ids)), destination.block_ids):
+        rest = _fill(destination.blocks[run.destination : run.destination + run.length], rest, pieces)
+
+
 def _fill(group: torch.Tensor, rest: bytes, pieces: Iterator[bytes]) -> bytes:
-    """Fills `group` from `rest` and then `pieces`; returns what is left of the last piece."""
+    """Fills `group`, one stretch of memory, from `rest` and then `pieces`; returns what is left of the last piece."""
     address, missing = group.data_ptr(), group.numel()
     while missing:
         data = rest or next(pieces)

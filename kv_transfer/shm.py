@@ -5,6 +5,7 @@ The source's KV pool lies in a segment (`kv_transfer.segment`); each reader maps
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from baton.core.model import KVLayout
     from kv_transfer.descriptor import PeerPool, ShmHandle
+    from kv_transfer.destination import Move
     from kv_transfer.lease import FenceTable
 
 
@@ -72,13 +74,13 @@ class ShmReader(FencedReader):
     """The reader's side: a source's pool mapped read-only, in the decode engine process."""
 
     @classmethod
-    def open(cls, pool: PeerPool, handle: ShmHandle) -> Self:
-        """Maps the segment: blocks for about 0.1 s a GiB.
+    def open(cls, pool: PeerPool, handle: ShmHandle, move: Move = ctypes.memmove) -> Self:
+        """Maps the segment: blocks for about 0.1 s a GiB. Whole blocks are copied by `move`.
 
         PeerGoneError when it is gone, NoTransportError when this user may not read it, PoolMismatchError when it is
         not what `pool` and `handle` say.
         """
-        return cls(pool.peer, pool.layout, _MappedBlocks(SegmentView.open(pool.peer, pool.layout, handle)))
+        return cls(pool.peer, pool.layout, _MappedBlocks(SegmentView.open(pool.peer, pool.layout, handle), move))
 
 
 class _MappedBlocks:
@@ -86,8 +88,9 @@ class _MappedBlocks:
 
     name = "shm"
 
-    def __init__(self, view: SegmentView) -> None:
+    def __init__(self, view: SegmentView, move: Move) -> None:
         self._view = view
+        self._move = move
         with warnings.catch_warnings():
             # torch warns that the buffer is not writable. That is the point: a write through it is a fault.
             warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
@@ -107,7 +110,7 @@ class _MappedBlocks:
         return self._view.fence(slot)
 
     def copy(self, destination: torch.Tensor, runs: Iterable[CopyRun]) -> None:
-        copy_on_cpu(self.blocks, destination, runs)
+        copy_on_cpu(self.blocks, destination, runs, self._move)
 
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
         return self.blocks[list(block_ids)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,16 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.engine.kv_pool import KVPool
+    from kv_transfer.destination import Move
 
 
 class SwapSpace:
     """`num_slots` places for blocks of `pool`. Who has which is the caller's to know.
 
     Next to a pool in host memory the space takes real memory with its first use only; next to one on a device it is
-    pinned, and taken at once. StartupError when it is not to be had.
+    pinned, and taken at once. StartupError when it is not to be had. In host memory blocks are copied by `move`.
     """
 
-    def __init__(self, pool: KVPool, num_slots: int) -> None:
+    def __init__(self, pool: KVPool, num_slots: int, move: Move = ctypes.memmove) -> None:
+        self._move = move
         self._blocks = flat_blocks(pool.tensor)
         shape = (num_slots, pool.layout.block_bytes)
         num_bytes = num_slots * pool.layout.block_bytes
@@ -51,7 +54,7 @@ class SwapSpace:
     ) -> None:
         runs = copy_runs(source_ids, ids)
         if self._stream is None:
-            copy_on_cpu(source, destination, runs)
+            copy_on_cpu(source, destination, runs, self._move)
             return
         # Beside the steps, which have their own stream; a step has ended when its tokens are known.
         with torch.cuda.stream(self._stream):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from baton.core.errors import ServingError
     from kv_transfer.descriptor import PeerPool, PoolHandle
+    from kv_transfer.destination import Move
     from kv_transfer.transport import KVReader
 
 
@@ -26,19 +27,20 @@ class ReaderFactory:
     """`open_reader` for `PeerReaders`.
 
     `channel` makes a channel to an address, which its reader then owns; `from_call` turns a failed call into its
-    ServingError; a transfer without progress for `timeout_s` has failed.
+    ServingError; a transfer without progress for `timeout_s` has failed; `move` copies from mapped memory.
     """
 
     channel: Callable[[str], grpc.Channel]
     from_call: Callable[[Any], ServingError]
     max_message_bytes: int
     timeout_s: float
+    move: Move
 
     def __call__(self, pool: PeerPool, handle: PoolHandle) -> KVReader:
         """A reader of the pool by the way that the handle names; raises what the transport raises."""
         match handle:
             case ShmHandle():
-                return ShmReader.open(pool, handle)
+                return ShmReader.open(pool, handle, self.move)
             case CudaIpcHandle():
                 return CudaIpcReader.open(pool, handle)
             case DistHandle():
