@@ -13,7 +13,7 @@ from baton.core.errors import StartupError
 from baton.engine.rank_group import GroupBrokenError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from baton.engine.sharding import Shard
 
@@ -21,25 +21,27 @@ if TYPE_CHECKING:
 class NcclGroup:
     """Implements `RankGroup`. The ranks find each other through `meeting_fd`, an empty file that all have inherited.
 
-    A rank that is gone shows itself when the results are read: torch ends the process after `timeout_s`.
+    A rank that is gone shows itself when the results are read: torch ends the process after `timeout_s`. `connect`
+    makes one of torch's process groups from a store, rank, size and time-out.
     """
 
-    def __init__(self, shard: Shard, meeting_fd: int, *, timeout_s: float) -> None:
-        if not dist.is_nccl_available():
+    def __init__(
+        self, shard: Shard, meeting_fd: int, *, timeout_s: float, connect: Callable[..., Any] | None = None
+    ) -> None:
+        if connect is None and not dist.is_nccl_available():
             raise StartupError("engine.tensor_parallel_size: this build of PyTorch has no NCCL, which CUDA ranks need")
         self.shard = shard
         self._file = f"/proc/self/fd/{meeting_fd}"
         self._timeout = timedelta(seconds=timeout_s)
+        self._connect = connect or _by_nccl
         self._communicator: Any = None
 
     def join(self, epoch: int) -> None:
         """See `RankGroup.join`."""
         self.leave()
         store = dist.PrefixStore(str(epoch), dist.FileStore(self._file, -1))  # type: ignore[attr-defined]
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
         with _breaking():
-            self._communicator = dist.ProcessGroupNCCL(store, self.shard.rank, self.shard.size, options)
+            self._communicator = self._connect(store, self.shard.rank, self.shard.size, self._timeout)
 
     def leave(self) -> None:
         """See `RankGroup.leave`."""
@@ -62,6 +64,12 @@ class NcclGroup:
         with _breaking():
             self._communicator.allgather([parts], [own]).wait()
         return torch.cat([each[:, : cut.count] for each, cut in zip(parts, cuts, strict=True)], dim=1)
+
+
+def _by_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextmanager
