@@ -44,8 +44,8 @@ class PrefillCore:
     """The books of a prefill engine (an `EngineCore`).
 
     `leases` has a slot for each attempt that `scheduler` runs at a time. An attempt's blocks belong to the
-    scheduler from its first chunk until its lease has ended. With `grows_caches` the lease of a prompt of several
-    chunks begins after the first one, and grows with each.
+    scheduler from its first chunk until its lease has ended. The lease of a prompt of several chunks begins after
+    the first one, and grows with each.
     """
 
     def __init__(
@@ -54,14 +54,11 @@ class PrefillCore:
         leases: LeaseTable,
         clock: Clock,
         structures: StructureCompiler | None = None,
-        *,
-        grows_caches: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self._leases = leases
         self._clock = clock
         self._structures = structures
-        self._grows_caches = grows_caches
         # Leases that their readers gave up before the prompts were done.
         self._given_up: dict[str, EndedLease] = {}
         self._attempts: dict[str, Submit] = {}
@@ -99,9 +96,8 @@ class PrefillCore:
         if output.prompt_logprobs:
             self._tell_scores(plan, output)
         ended = self._scheduler.commit(plan)
-        if self._grows_caches:
-            for piece in plan.slices:
-                self._grow(piece.attempt_id)
+        for piece in plan.slices:
+            self._grow(piece.attempt_id)
         for index, prefill in ended:
             token_id = output.tokens[index]
             assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"

@@ -77,9 +77,7 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
         digests = PrefixDigests(blocks.block_size) if settings.prefix_cache else None
         scheduler = PrefillScheduler(blocks, settings.limits, digests)
-        # A device's memory is copied in no time, and a step that samples nothing may end before its kernels do.
-        grows_caches = settings.engine.device == "cpu"
-        core = PrefillCore(scheduler, leases, clock, loaded.structures, grows_caches=grows_caches)
+        core = PrefillCore(scheduler, leases, clock, loaded.structures)
         place = DistPlace.beside(settings.server, settings.handover.timeout_s)
         pool.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
         channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))

@@ -127,7 +127,10 @@ class TorchExecutor:
         self._take_cores()
         try:
             scores: dict[str, list[TokenLogprobs]] = {}
-            return self._sample(self._forward(plan, scores, pause), plan, scores)
+            output = self._sample(self._forward(plan, scores, pause), plan, scores)
+            if all(token is None for token in output.tokens):
+                self._await_kernels()
+            return output
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -137,6 +140,11 @@ class TorchExecutor:
             "engine.max_num_seqs",
             retry_after_s=None,
         )
+
+    def _await_kernels(self) -> None:
+        """What a step samples has been waited for; one that samples nothing has only enqueued its work on a device."""
+        if self._pool.device.type == "cuda":
+            torch.cuda.current_stream(self._pool.device).synchronize()
 
     def logits(self, plan: BatchPlan) -> torch.Tensor:
         """Runs the step without choosing tokens: the float32 logits [slices that sample, vocab_size] in its order.

@@ -21,6 +21,8 @@ LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=64, block_size=16, dty
 NUM_BLOCKS = 1024
 PEER = PeerKey("prefill-1", "life-1")
 BLOCK_IDS = (*range(100, 600), 3, 7, 5)
+NUM_FIRST = 300
+"""So many of them a second lease, which grows, has at first."""
 
 
 def pattern() -> torch.Tensor:
@@ -30,7 +32,7 @@ def pattern() -> torch.Tensor:
 
 
 def main(device: str) -> None:
-    """Grants one lease, ends it when told, and stops when its standard input ends."""
+    """Grants two leases, ends or grows them when told, and stops when its standard input ends."""
     spec = SegmentSpec(layout=LAYOUT, num_blocks=NUM_BLOCKS, num_slots=4, incarnation=PEER.incarnation)
     source = SourcePool.create(spec, device)
     pool = KVPool(LAYOUT, NUM_BLOCKS, storage=source.storage)
@@ -38,6 +40,7 @@ def main(device: str) -> None:
     torch.cuda.synchronize()
     leases = LeaseTable(source.fences, SystemClock(), lease_s=60.0)
     lease = leases.grant("lease", "attempt", BLOCK_IDS)
+    growing = leases.grant("growing", "attempt", BLOCK_IDS[:NUM_FIRST], is_growing=True)
     secrets = PairSecrets(new_key())
     place = DistPlace(host="127.0.0.1", advertised_host="127.0.0.1", timeout_s=20.0)
     source.start_senders([Transport.NCCL], leases, secrets, place)
@@ -45,10 +48,17 @@ def main(device: str) -> None:
     for handle in source.handles:
         words = {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(handle).items() if k != "transport"}
         handles.append({"transport": handle.transport.value, **words})
-    found = {"handles": handles, "secret": secrets.mint().hex(), "slot": lease.slot, "generation": lease.generation}
+    found = {
+        "handles": handles,
+        "secret": secrets.mint().hex(),
+        "leases": {one.lease_id: {"slot": one.slot, "generation": one.generation} for one in (lease, growing)},
+    }
     print(json.dumps(found), flush=True)
-    while sys.stdin.readline().strip() == "release":
-        leases.release("lease", LeaseOutcome.ABANDONED)
+    while words := sys.stdin.readline().split():
+        if words[0] == "grow":
+            leases.grow("growing", BLOCK_IDS[NUM_FIRST:], is_complete=True)
+        else:
+            leases.release(words[1], LeaseOutcome.ABANDONED)
         print("done", flush=True)
     source.close()
 

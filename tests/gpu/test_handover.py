@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.kv_pool import KVPool
+from baton.engine.model_config import DecoderConfig
+from baton.engine.torch_executor import TorchExecutor
 from kv_transfer.cuda_ipc import CudaIpcReader
 from kv_transfer.descriptor import CudaIpcHandle, DistHandle, KVDescriptor, PeerPool, Transport
 from kv_transfer.dist_reader import DistReader
 from kv_transfer.errors import PeerGoneError, StaleLeaseError
 from kv_transfer.segment import reap_stale_segments
-from tests.gpu.source_process import BLOCK_IDS, LAYOUT, PEER, pattern
+from tests.gpu.source_process import BLOCK_IDS, LAYOUT, NUM_FIRST, PEER, pattern
+from tests.integration.engine import families
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,12 +40,11 @@ class Source:
         self.process = process
         self.found = found
 
-    @property
-    def descriptor(self) -> KVDescriptor:
+    def descriptor(self, lease_id: str = "lease") -> KVDescriptor:
         return KVDescriptor(
-            lease_id="lease",
-            lease_slot=self.found["slot"],
-            generation=self.found["generation"],
+            lease_id=lease_id,
+            lease_slot=self.found["leases"][lease_id]["slot"],
+            generation=self.found["leases"][lease_id]["generation"],
             worker_id=PEER.worker_id,
             incarnation=PEER.incarnation,
             address="",
@@ -50,8 +53,8 @@ class Source:
             lease_s=60.0,
         )
 
-    def release(self) -> None:
-        self.process.stdin.write("release\n")
+    def tell(self, command: str) -> None:
+        self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
 
@@ -87,7 +90,7 @@ def source_on(device: str) -> Iterator[Source]:
 def check_round_trip(source: Source, transport: Transport, device: str, layout: KVLayout) -> None:
     reader = source.reader(transport)
     into = KVPool(layout, 600, device=device)
-    descriptor = source.descriptor
+    descriptor = source.descriptor()
     block_ids = list(range(layout.blocks_for(descriptor.num_tokens)))
     result = reader.read(descriptor, into, block_ids)
     torch.cuda.synchronize()
@@ -95,7 +98,7 @@ def check_round_trip(source: Source, transport: Transport, device: str, layout: 
     got = into.tensor[block_ids].cpu().transpose(1, 3).flatten(0, 1)[: descriptor.num_tokens]
     assert torch.equal(got, by_position.to(got.dtype))
     assert result.transport == transport.value
-    source.release()
+    source.tell("release lease")
     with pytest.raises(StaleLeaseError):
         reader.read(descriptor, into, block_ids)
     reader.close()
@@ -108,6 +111,51 @@ def check_round_trip(source: Source, transport: Transport, device: str, layout: 
 def test_cuda_ipc_on_one_device(block_size: int) -> None:
     with source_on("cuda:0") as source:
         check_round_trip(source, Transport.CUDA_IPC, "cuda:0", replace(LAYOUT, block_size=block_size))
+
+
+def check_growth(source: Source, transport: Transport, device: str) -> None:
+    reader, into = source.reader(transport), KVPool(LAYOUT, 600, device=device)
+    growing, end = source.descriptor("growing"), len(BLOCK_IDS)
+    first = growing.part(0, BLOCK_IDS[:NUM_FIRST], NUM_FIRST * LAYOUT.block_size)
+    reader.read(first, into, range(NUM_FIRST))
+    source.tell("grow")
+    rest = growing.part(NUM_FIRST, BLOCK_IDS[NUM_FIRST:], (end - NUM_FIRST) * LAYOUT.block_size)
+    reader.read(rest, into, range(NUM_FIRST, end))
+    torch.cuda.synchronize()
+    assert torch.equal(into.tensor[:end].cpu(), pattern()[list(BLOCK_IDS)])
+    source.tell("release growing")
+    with pytest.raises(StaleLeaseError):
+        reader.read(rest, into, range(NUM_FIRST, end))
+    reader.close()
+
+
+@pytest.mark.gpu(num_devices=1)
+def test_a_growing_cache_over_cuda_ipc() -> None:
+    with source_on("cuda:0") as source:
+        check_growth(source, Transport.CUDA_IPC, "cuda:0")
+
+
+@pytest.mark.gpu(num_devices=2)
+def test_a_growing_cache_over_nccl() -> None:
+    with source_on("cuda:0") as source:
+        check_growth(source, Transport.NCCL, "cuda:1")
+
+
+@pytest.mark.gpu(num_devices=1)
+def test_a_step_that_samples_nothing_has_ended_when_it_returns(tmp_path: Path) -> None:
+    """What may be read of a growing cache is told then."""
+    families.save_model("llama", tmp_path)
+    layout = DecoderConfig.from_folder(tmp_path).kv_layout(16, "float32")
+    executor = TorchExecutor.from_folder(tmp_path, pool=KVPool(layout, 8, device="cuda:0"))
+    piece = SequenceSlice(
+        attempt_id="a",
+        token_ids=[5 + index % 16 for index in range(64)],
+        start_position=0,
+        block_table=[0, 1, 2, 3],
+        sampling=None,
+    )
+    executor.execute(BatchPlan(slices=[piece]))
+    assert torch.cuda.current_stream().query()
 
 
 @pytest.mark.gpu(num_devices=1)

@@ -93,6 +93,20 @@ def test_blocks_go_from_pool_to_pool_on_the_side_stream_in_pieces(source, cuda, 
     reader.close()
 
 
+def test_a_growing_cache_is_read_in_parts(source, cuda):
+    """Nothing of a part is the device's: it is a lease like others, whose blocks a step's end made known."""
+    reader, into = open_reader(source, cuda), KVPool(LAYOUT, NUM_BLOCKS)
+    growing = describe(source.leases.grant("lease", "a", [3, 4], is_growing=True))
+    reader.read(growing.part(0, [3, 4], 2 * LAYOUT.block_size), into, [8, 9])
+    source.leases.grow("lease", [0], is_complete=True)
+    reader.read(growing.part(2, [0], LAYOUT.block_size), into, [1])
+    assert torch.equal(into.tensor[[8, 9, 1]], source.pool.tensor[[3, 4, 0]])
+    source.leases.release("lease", LeaseOutcome.CONSUMED)
+    with pytest.raises(StaleLeaseError):
+        reader.read(growing.part(2, [0], LAYOUT.block_size), into, [1])
+    reader.close()
+
+
 def test_blocks_of_another_size_are_gathered_and_converted(source, cuda):
     layout = relaid(block_size=8)
     reader, into = open_reader(source, cuda), KVPool(layout, 4)

@@ -77,7 +77,7 @@ def regex(text: str) -> Structure:
 class Bench:
     """A prefill engine without processes: commands are given and turns are taken by hand."""
 
-    def __init__(self, *, prefix_cache: bool = True, grows_caches: bool = False) -> None:
+    def __init__(self, *, prefix_cache: bool = True) -> None:
         self.clock = ManualClock()
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_size)
         self.fences = Fences()
@@ -85,7 +85,7 @@ class Bench:
         limits = PrefillLimits(max_num_batched_tokens=8, max_num_seqs=4, oldest_share=0.25)
         leases = LeaseTable(self.fences, self.clock, lease_s=LEASE_S)
         scheduler = PrefillScheduler(self.pool, limits, PrefixDigests(LAYOUT.block_size) if prefix_cache else None)
-        self.core = PrefillCore(scheduler, leases, self.clock, Structures(), grows_caches=grows_caches)
+        self.core = PrefillCore(scheduler, leases, self.clock, Structures())
         self.loop = EngineLoop(self.core, self.executor, self.clock, interrupts=self.core)
 
     def turn(self, *commands, during=()):
@@ -125,9 +125,10 @@ def submit(attempt_id: str, num_tokens: int, *, max_tokens: int = 5, stop_ids=()
 
 
 def test_a_prompt_is_computed_in_chunks_and_held_under_its_lease(bench):
-    started, done = bench.run_dry(submit("a", 20))
+    started, *grown, done = bench.run_dry(submit("a", 20))
     assert started == Started(attempt_id="a", queue_s=0.0)
     assert [piece.num_tokens for piece in bench.executor.plans] == [8, 8, 4]
+    assert [type(event) for event in grown] == [CacheGrown, CacheGrown]
     assert isinstance(done, PromptDone)
     assert done.token_id == scripted_token(20, 20, 0, 256)
     assert (done.num_chunks, done.finish_reason) == (3, None)
@@ -255,15 +256,18 @@ def test_a_short_prompt_runs_in_the_middle_of_a_long_ones_step(bench):
     # The chat has its first token before the step that it came into has ended.
     assert [type(event) for event in chat.events] == [PromptDone]
     assert (chat.events[0].token_id, chat.step.num_tokens) == (scripted_token(8, 8, 0, 256), 8)
-    assert (step.events, step.step.num_tokens) == ((), 8)
+    assert ([type(event) for event in step.events], step.step.num_tokens) == ([CacheGrown], 8)
     assert [[piece.attempt_id for piece in plan.slices] for plan in bench.executor.plans] == [["long"], ["chat"]]
-    events = bench.run_dry()
-    assert [(event.attempt_id, event.num_chunks) for event in events] == [("long", 5)]
+    assert [(event.attempt_id, event.num_chunks) for event in bench.run_dry()[-1:]] == [("long", 5)]
 
 
 def test_a_prompt_that_is_not_much_shorter_waits_for_the_end_of_the_step(bench):
     events = bench.turn(submit("long", 40), during=([submit("other", 11)],))
-    assert [(type(event), event.attempt_id) for event in events] == [(Started, "long"), (Started, "other")]
+    assert [(type(event), event.attempt_id) for event in events] == [
+        (Started, "long"),
+        (Started, "other"),
+        (CacheGrown, "long"),
+    ]
     assert len(bench.executor.plans) == 1
 
 
@@ -305,6 +309,7 @@ def test_in_a_pause_leases_end_and_waiting_prompts_start(bench):
         (Released, "held"),
         (Started, "chat"),
         (PromptDone, "chat"),
+        (CacheGrown, "long"),
     ]
 
 
@@ -322,6 +327,7 @@ def test_an_interrupting_step_that_fails_leaves_the_interrupted_one_alone(bench)
         (Started, "long"),
         (Started, "chat"),
         (Failed, "chat"),
+        (CacheGrown, "long"),
     ]
     assert [(type(event), event.num_chunks) for event in bench.run_dry()] == [(PromptDone, 2)]
 
@@ -452,18 +458,12 @@ def test_a_hit_is_short_for_the_scheduler(bench):
     assert [event.attempt_id for event in events if isinstance(event, PromptDone)] == ["b", "c"]
 
 
-@pytest.fixture
-def growing():
-    """An engine whose caches may be read while they are computed."""
-    return Bench(grows_caches=True)
-
-
 def grown(events) -> list[tuple[int, ...]]:
     return [event.cache.block_ids for event in events if isinstance(event, CacheGrown)]
 
 
-def test_a_long_prompts_cache_may_be_read_as_it_is_computed(growing):
-    events = growing.run_dry(submit("a", 22))
+def test_a_long_prompts_cache_may_be_read_as_it_is_computed(bench):
+    events = bench.run_dry(submit("a", 22))
     kinds = [type(event) for event in events]
     assert kinds == [Started, CacheGrown, CacheGrown, PromptDone]
     assert [len(block_ids) for block_ids in grown(events)] == [2, 4]
@@ -473,61 +473,61 @@ def test_a_long_prompts_cache_may_be_read_as_it_is_computed(growing):
     for block_ids in grown(events):
         assert done.cache.block_ids[: len(block_ids)] == block_ids
     assert {event.cache.generation for event in events[1:]} == {done.cache.generation}
-    assert growing.fences.words[done.cache.slot] == done.cache.generation
+    assert bench.fences.words[done.cache.slot] == done.cache.generation
     # Complete, it must be renewed.
-    growing.clock.advance(LEASE_S)
-    [released] = growing.turn()
+    bench.clock.advance(LEASE_S)
+    [released] = bench.turn()
     assert released.outcome is LeaseOutcome.EXPIRED
-    growing.assert_clean()
+    bench.assert_clean()
 
 
-def test_a_growing_lease_does_not_run_out_while_its_prompt_is_computed(growing):
-    growing.turn(submit("a", 22))
-    growing.clock.advance(10 * LEASE_S)
-    events = growing.run_dry()
+def test_a_growing_lease_does_not_run_out_while_its_prompt_is_computed(bench):
+    bench.turn(submit("a", 22))
+    bench.clock.advance(10 * LEASE_S)
+    events = bench.run_dry()
     assert isinstance(events[-1], PromptDone)
-    growing.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.CONSUMED))
-    growing.assert_clean()
+    bench.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.CONSUMED))
+    bench.assert_clean()
 
 
-def test_a_reader_that_gives_up_early_gets_nothing_more_and_the_prompt_goes_on(growing):
-    growing.turn(submit("a", 22))
-    assert any(growing.fences.words)
-    assert growing.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.ABANDONED)) == []
-    assert not any(growing.fences.words)
-    events = growing.run_dry()
+def test_a_reader_that_gives_up_early_gets_nothing_more_and_the_prompt_goes_on(bench):
+    bench.turn(submit("a", 22))
+    assert any(bench.fences.words)
+    assert bench.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.ABANDONED)) == []
+    assert not any(bench.fences.words)
+    events = bench.run_dry()
     assert [type(event) for event in events] == [PromptDone, Released]
     assert events[-1].outcome is LeaseOutcome.ABANDONED
-    growing.assert_clean()
+    bench.assert_clean()
 
 
 @pytest.mark.parametrize("during_step", [False, True])
-def test_a_cancel_while_the_cache_grows_ends_its_lease(growing, during_step):
-    growing.turn(submit("a", 22))
+def test_a_cancel_while_the_cache_grows_ends_its_lease(bench, during_step):
+    bench.turn(submit("a", 22))
     cancel = Cancel(attempt_id="a")
-    events = growing.turn(during=([], [cancel])) if during_step else growing.turn(cancel)
+    events = bench.turn(during=([], [cancel])) if during_step else bench.turn(cancel)
     assert isinstance(events[-1], Failed)
-    assert growing.run_dry() == []
-    growing.assert_clean()
+    assert bench.run_dry() == []
+    bench.assert_clean()
 
 
-def test_no_cache_grows_for_a_prompt_whose_first_token_is_the_last(growing):
-    assert grown(growing.run_dry(submit("a", 22, max_tokens=1))) == []
-    growing.assert_clean()
+def test_no_cache_grows_for_a_prompt_whose_first_token_is_the_last(bench):
+    assert grown(bench.run_dry(submit("a", 22, max_tokens=1))) == []
+    bench.assert_clean()
 
 
-def test_a_grown_cache_ends_with_a_first_token_that_stops(growing):
-    token_id = growing.run_dry(submit("a", 22))[-1].token_id
-    growing.turn(Cancel(attempt_id="a"))
-    events = growing.run_dry(replace(submit("b", 22, stop_ids=[token_id]), token_ids=[*range(30, 51), 22]))
+def test_a_grown_cache_ends_with_a_first_token_that_stops(bench):
+    token_id = bench.run_dry(submit("a", 22))[-1].token_id
+    bench.turn(Cancel(attempt_id="a"))
+    events = bench.run_dry(replace(submit("b", 22, stop_ids=[token_id]), token_ids=[*range(30, 51), 22]))
     assert [type(event) for event in events[-2:]] == [PromptDone, Released]
     assert events[-2].cache is None
-    growing.assert_clean()
+    bench.assert_clean()
 
 
-def test_a_step_that_fails_ends_the_lease_of_a_grown_cache(growing):
-    growing.turn(submit("a", 22))
-    growing.executor.execute = None
-    events = growing.turn()
+def test_a_step_that_fails_ends_the_lease_of_a_grown_cache(bench):
+    bench.turn(submit("a", 22))
+    bench.executor.execute = None
+    events = bench.turn()
     assert isinstance(events[-1], Failed)
-    growing.assert_clean()
+    bench.assert_clean()
