@@ -19,6 +19,8 @@ from baton.core.settings import EngineSettings, ModelSettings
 from baton.core.workers import WorkerRole
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory_limit import host_memory
+from baton.engine.model_config import DecoderConfig
+from baton.worker import start_up
 from baton.worker.settings import WorkerSettings
 from baton.worker.start_up import Loaded, RankHost, load
 
@@ -105,3 +107,13 @@ def test_a_fraction_of_the_memory_sizes_the_pool(folder: Path) -> None:
     pool_bytes = pool.tensor.numel() * 4
     assert 0.5 * fraction * host_memory().total_bytes - (600 << 20) < pool_bytes
     assert pool_bytes < fraction * host_memory().total_bytes
+
+
+def test_on_a_device_decode_steps_alone_are_to_be_recorded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The pool is on a CPU, where that can't be: the log says so."""
+    settings = WorkerSettings(model=ModelSettings(path=folder), engine=EngineSettings(device="cuda", num_threads=1))
+    pool = KVPool(DecoderConfig.from_folder(folder).kv_layout(16, "float32"), 2)
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+        assert not any("not recorded" in record.getMessage() for record in caplog.records)
+        assert start_up._executor(role, settings, pool, ALONE).num_blocks == 2
+    assert "decode steps are not recorded: PyTorch's attention" in caplog.records[-1].getMessage()
