@@ -68,7 +68,7 @@ class _TableLeases:
         num_told = 0
         while True:
             news, lease = self._news, self.leased_blocks(lease_id, pair)
-            yield Growth(lease.block_ids[num_told:], None if lease.is_growing else 0)
+            yield Growth(lease.block_ids[num_told:], () if lease.is_growing else (0,))
             num_told = len(lease.block_ids)
             if not lease.is_growing:
                 return

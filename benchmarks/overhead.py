@@ -87,7 +87,6 @@ class _DecodeLoop:
                 DecodeSequence(
                     attempt_id=f"attempt-{index}",
                     num_prompt_tokens=CONTEXT_TOKENS,
-                    last_token_id=0,
                     sampling=SamplingParams(temperature=0.0),
                     # As long as an equal part of the smallest pool: what is measured has to end before.
                     stop=StopRule(max_tokens=CONTEXT_TOKENS, stop_token_ids=frozenset()),

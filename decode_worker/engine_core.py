@@ -10,17 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from baton.core.errors import CancelledError, InternalError, ResourceExhaustedError, ServingError
-from baton.engine.token_rules import TokenRules
+from baton.core.errors import CancelledError, InternalError, InvalidArgumentError, ResourceExhaustedError, ServingError
+from baton.core.generation import FinishReason
+from baton.engine.token_rules import TokenRules, take_token
 from baton.worker.engine_loop import EngineStats
 from baton.worker.messages import Cancel, Failed
 from decode_worker.handover import Handover
-from decode_worker.messages import Accept, Finished, ForgetPeer, Grow, HandedOver, OpenPeer, Park, Resume, Token
+from decode_worker.messages import (
+    Accept,
+    EndChoice,
+    Finished,
+    ForgetPeer,
+    Grow,
+    HandedOver,
+    OpenPeer,
+    Park,
+    Resume,
+    Token,
+)
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.core.clock import Clock
     from baton.engine.batch import BatchPlan, StepOutput
@@ -92,9 +104,13 @@ class Swapper(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rooms:
-    """Where KV blocks are: in the pool, and in the swap space if there is one, which `swapper` copies to and from."""
+    """Where KV blocks are: in the pool, and in the swap space if there is one, which `swapper` copies to and from.
+
+    `copy_blocks` copies blocks of the pool to others of it before the steps that begin afterwards.
+    """
 
     pool: BlockPool
+    copy_blocks: Callable[[Sequence[int], Sequence[int]], None]
     swap: BlockPool | None = None
     swapper: Swapper | None = None
 
@@ -111,6 +127,7 @@ class DecodeCore:
         structures: StructureCompiler | None = None,
     ) -> None:
         self._pool, self._swap, self._swapper = rooms.pool, rooms.swap, rooms.swapper
+        self._copy_blocks = rooms.copy_blocks
         self._copier = copier
         self._clock = clock
         self._structures = structures
@@ -129,6 +146,8 @@ class DecodeCore:
                 self._accept(command)
             case Cancel():
                 self._cancel(command.attempt_id)
+            case EndChoice():
+                self._end_choice(command.attempt_id, command.choice, FinishReason.STOP)
             case Grow():
                 if (handover := self._handovers.get(command.attempt_id)) is not None:
                     handover.grow(command.growth)
@@ -172,12 +191,15 @@ class DecodeCore:
         """Takes a step for done: a token for each sequence of it that is still here."""
         self._is_stuck = False
         for new in self._scheduler.commit(plan, output.tokens):
+            if new.attempt_id not in self._joined_s:
+                continue  # another of its choices has failed
             self._events.append(
                 Token(
                     attempt_id=new.attempt_id,
+                    choice=new.choice,
                     position=new.position,
                     token_id=new.token_id,
-                    logprobs=output.logprobs.get(new.attempt_id) if output.logprobs else None,
+                    logprobs=output.logprobs.get((new.attempt_id, new.choice)) if output.logprobs else None,
                     finish_reason=new.finish_reason,
                 )
             )
@@ -185,23 +207,14 @@ class DecodeCore:
                 self._scheduler.remove(new.attempt_id)
                 self._end(Failed(attempt_id=new.attempt_id, error=new.error))
             elif new.finish_reason is not None:
-                sequence = self._scheduler.remove(new.attempt_id)
-                assert sequence is not None, f"{new.attempt_id} finished and is not here"
-                self._end(
-                    Finished(
-                        attempt_id=new.attempt_id,
-                        reason=new.finish_reason,
-                        num_steps=sequence.num_steps,
-                        generate_s=self._clock.monotonic_s() - self._joined_s[new.attempt_id],
-                    )
-                )
+                self._end_choice(new.attempt_id, new.choice, new.finish_reason)
 
     def fail(self, plan: BatchPlan, error: ServingError) -> None:
         """Ends the sequences of a step that failed."""
         self._is_stuck = False
-        for piece in plan.slices:
-            if self._scheduler.remove(piece.attempt_id) is not None:
-                self._end(Failed(attempt_id=piece.attempt_id, error=error))
+        for attempt_id in dict.fromkeys(piece.attempt_id for piece in plan.slices):
+            if self._scheduler.remove(attempt_id) is not None:
+                self._end(Failed(attempt_id=attempt_id, error=error))
 
     def take_events(self) -> tuple[DecodeEvent, ...]:
         """What happened since the last call."""
@@ -247,11 +260,6 @@ class DecodeCore:
         attempt_id = command.attempt_id
         assert attempt_id not in self._handovers, f"{attempt_id} is here already"
         assert attempt_id not in self._joined_s, f"{attempt_id} is here already"
-        try:
-            rules = None if command.first_token_id is None else self._rules(command, command.first_token_id)
-        except ServingError as error:
-            self._events.append(Failed(attempt_id=attempt_id, error=error))
-            return
         self._handovers[attempt_id] = Handover(
             accept=command, block_size=self._pool.block_size, arrived_s=self._clock.monotonic_s()
         )
@@ -259,17 +267,16 @@ class DecodeCore:
             DecodeSequence(
                 attempt_id=attempt_id,
                 num_prompt_tokens=command.kv.num_tokens - len(command.output_ids),
-                last_token_id=command.first_token_id or 0,
+                num_resumed=len(command.output_ids),
+                num_choices=command.num_choices,
                 sampling=command.sampling,
                 stop=command.stop,
-                rules=rules,
                 top_logprobs=command.top_logprobs,
-                num_generated=len(command.output_ids) + 1,
             )
         )
 
-    def _rules(self, command: Accept, first_token_id: int) -> TokenRules | None:
-        """The state in which the prefill worker left the sequence, made anew from its tokens."""
+    def _rules(self, command: Accept) -> TokenRules | None:
+        """The state in which the prefill worker chose an output's first token, made anew from the tokens before."""
         matcher = None
         if command.structure is not None:
             assert self._structures is not None, "the service takes no structures"
@@ -278,7 +285,7 @@ class DecodeCore:
             command.sampling,
             command.stop,
             prompt_ids=command.prompt_ids,
-            output_ids=[*command.output_ids, first_token_id],
+            output_ids=command.output_ids,
             matcher=matcher,
         )
 
@@ -298,17 +305,16 @@ class DecodeCore:
             handover.end(done.result)
 
     def _join(self, handover: Handover) -> None:
-        """The cache and the first token are here: the sequence joins the batch."""
-        attempt_id, sequence, first_token_id = handover.accept.attempt_id, handover.sequence, handover.first_token_id
+        """The cache and the first tokens are here: the choices that go on after theirs join the batch."""
+        attempt_id, sequence = handover.accept.attempt_id, handover.sequence
         assert sequence is not None, "it has blocks"
-        assert first_token_id is not None, "it is done"
-        if handover.accept.kv.is_growing:
-            try:
-                sequence.rules = self._rules(handover.accept, first_token_id)
-            except ServingError as error:
-                self._leave(attempt_id, error)
-                return
-            sequence.last_token_id = first_token_id
+        try:
+            ended = self._begin(sequence, handover)
+        except ServingError as error:
+            self._leave(attempt_id, error)
+            return
+        if forks := sequence.forks(self._pool.block_size):
+            self._copy_blocks([source for source, _ in forks], [block_id for _, block_id in forks])
         joined = self._scheduler.end_copy(attempt_id, join=True)
         assert joined, "a condemned one has left before"
         del self._handovers[attempt_id]
@@ -323,6 +329,32 @@ class DecodeCore:
                 num_parts=handover.num_parts,
             )
         )
+        for choice in ended:
+            self._scheduler.end_choice(attempt_id, choice)
+
+    def _begin(self, sequence: DecodeSequence, handover: Handover) -> list[int]:
+        """Gives each branch its first token; returns the choices that end with theirs, which are not all of them."""
+        command, ended = handover.accept, []
+        for branch, token_id in zip(sequence.branches, handover.first_token_ids, strict=True):
+            branch.rules = self._rules(command)
+            branch.last_token_id = token_id
+            if take_token(branch.rules, command.stop, token_id, sequence.num_generated(branch)) is not None:
+                ended.append(branch.choice)
+        if len(ended) == len(sequence.branches):
+            raise InvalidArgumentError("first_token_id", "ends the generation: nothing follows it")
+        return ended
+
+    def _end_choice(self, attempt_id: str, choice: int, reason: FinishReason) -> None:
+        sequence = self._scheduler.end_choice(attempt_id, choice)
+        if sequence is not None:
+            self._end(
+                Finished(
+                    attempt_id=attempt_id,
+                    reason=reason,
+                    num_steps=sequence.num_steps,
+                    generate_s=self._clock.monotonic_s() - self._joined_s[attempt_id],
+                )
+            )
 
     def _leave(self, attempt_id: str, error: ServingError) -> None:
         """Ends an attempt whose blocks nothing writes to, and which has not joined."""

@@ -74,6 +74,7 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
         clock = SystemClock()
         rooms = Rooms(
             pool=BlockPool(facts.num_blocks, facts.layout.block_size),
+            copy_blocks=loaded.pool.copy_blocks,
             swap=BlockPool(num_slots, facts.layout.block_size) if num_slots else None,
             swapper=swapper,
         )

@@ -38,17 +38,17 @@ class Handover:
     copy_s: float = 0.0
     transport: str = ""
     num_parts: int = 0
-    first_token_id: int | None = None
+    first_token_ids: tuple[int, ...] = ()
     source_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.first_token_id = self.accept.first_token_id
+        self.first_token_ids = self.accept.first_token_ids
 
     @property
     def is_done(self) -> bool:
-        """Whether all is here: the cache and the first token."""
+        """Whether all is here: the cache and the first tokens."""
         is_copied = self.num_copied_tokens == self.accept.kv.num_tokens and not self.is_copying
-        return is_copied and self.first_token_id is not None
+        return is_copied and bool(self.first_token_ids)
 
     @property
     def has_part(self) -> bool:
@@ -64,14 +64,14 @@ class Handover:
     def grow(self, growth: Growth) -> None:
         """Takes note of what may be read too."""
         self.source_ids += growth.block_ids
-        self.first_token_id = growth.first_token_id
+        self.first_token_ids = growth.first_token_ids
 
     def next_part(self) -> Part:
         """What can be copied now. Only where there `has_part`."""
         assert self.sequence is not None, "it has blocks"
         kv, theirs, ours = self.accept.kv, self.accept.source_block_size, self.block_size
         start, end = self.num_copied_tokens, self._num_readable_tokens()
-        block_ids = self.sequence.block_table[start // ours : -(-end // ours)]
+        block_ids = self.sequence.branches[0].block_table[start // ours : -(-end // ours)]
         if not kv.is_growing:
             return Part(kv, block_ids)
         first = start // theirs

@@ -35,13 +35,14 @@ class Accept:
     """A sequence to be taken over; it fits the model and the pool, and its peer has been opened.
 
     `prompt_ids` is empty unless `sampling.penalizes_prompt`; `top_logprobs` is as in `SequenceSlice`. `output_ids` are
-    the output of earlier attempts, before the first token; `kv` has it. `first_token_id` is None when `kv` is growing:
-    `Grow` tells it with the last blocks, which lie in blocks of `source_block_size` positions.
+    the output of earlier attempts, before the first token; `kv` has it. `first_token_ids` has one for each of the
+    `num_choices` outputs, and is empty when `kv` is growing: `Grow` tells it with the last blocks, which lie in blocks
+    of `source_block_size` positions.
     """
 
     attempt_id: str
     kv: KVDescriptor
-    first_token_id: int | None
+    first_token_ids: tuple[int, ...]
     source_block_size: int
     sampling: SamplingParams
     stop: StopRule
@@ -49,6 +50,15 @@ class Accept:
     output_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None
     structure: Structure | None = None
+    num_choices: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndChoice:
+    """Nobody wants more of one of the attempt's outputs. Harmless when that has ended, or is not here yet."""
+
+    attempt_id: str
+    choice: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +98,20 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """The next token of a sequence, at `position`, the prompt included; `finish_reason` is set when it is the last."""
+    """The next token of a choice, at `position`, the prompt included; `finish_reason` is set when it is its last."""
 
     is_last: ClassVar[bool] = False
     attempt_id: str
     position: int
     token_id: int
+    choice: int = 0
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Last event of a sequence that ran to its end: its blocks are free."""
+    """Last event of a sequence whose choices ran to their ends, the last for `reason`: its blocks are free."""
 
     is_last: ClassVar[bool] = True
     attempt_id: str
@@ -109,5 +120,5 @@ class Finished:
     generate_s: float
 
 
-DecodeCommand = OpenPeer | ForgetPeer | Accept | Grow | Cancel | Park | Resume
+DecodeCommand = OpenPeer | ForgetPeer | Accept | Grow | EndChoice | Cancel | Park | Resume
 DecodeEvent = HandedOver | Token | Finished | Failed

@@ -1,8 +1,13 @@
 """Which sequences take a step together, and who gives way when blocks run short. Pure policy: no I/O, no torch.
 
-A sequence is taken in, in order of arrival, when the blocks of its prompt are free and one more for every sequence
-that may still grow; it gets further blocks as it grows. After its KV cache was copied it takes part in every step for
-which it has a block, so a step's batch is simply everything that runs.
+A sequence is taken in, in order of arrival, when the blocks of its prompt are free and one more for each output
+that may still grow; these get further blocks as they grow. After its KV cache was copied each of its branches takes
+part in every step for which it has a block, so a step's batch is simply everything that runs.
+
+The branches of a sequence, one for each output that was asked for, share the blocks that the prompt fills. Each has the
+block that it writes to, and all after it, to itself, and gives them back when it ends; the shared ones are the
+sequence's, and go back with its last branch. In everything else a sequence is one, so it is swapped with each block
+once, and comes back sharing what it shared.
 
 A sequence whose reader is behind is parked: it leaves the batch and keeps its slot and its blocks, so that it can come
 back at any step.
@@ -22,7 +27,7 @@ from baton.core.errors import ServingError
 from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.token_rules import take_token
 from baton.worker.engine_loop import Preemptions
-from decode_worker.sequence import DecodeSequence, NewToken, Swap
+from decode_worker.sequence import Branch, DecodeSequence, NewToken, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,8 +54,8 @@ class DecodeScheduler:
         self._away: dict[str, DecodeSequence] = {}
         self._returning: dict[str, DecodeSequence] = {}
         self._condemned: set[str] = set()
-        # Of those that run, who got no block for the next step.
-        self._short: frozenset[str] = frozenset()
+        # Of the branches that run, which got no block for the next step: by attempt and choice.
+        self._short: frozenset[tuple[str, int]] = frozenset()
         self._num_added = 0
         self._num_swapped = self._num_shed = self._blocks_out = self._blocks_in = 0
 
@@ -106,7 +111,7 @@ class DecodeScheduler:
             if not self._preempt(victim, swaps, shed):
                 break
             short = self._grow()
-        self._short = frozenset(each.attempt_id for each in short)
+        self._short = frozenset((each.attempt_id, branch.choice) for each, branch in short)
         if not short:
             self._call_back(swaps, shed)
         return swaps, shed
@@ -115,8 +120,9 @@ class DecodeScheduler:
         """Gives blocks to waiting attempts, strictly in order; returns those whose KV cache is to be copied now."""
         taken = []
         while (sequence := self._next_waiting()) is not None and self._num_missing(sequence) <= 0:
-            num_blocks = sequence.blocks_for_step(self._pool.block_size)
-            sequence.block_table = self._pool.allocate(sequence.attempt_id, num_blocks)
+            block_size = self._pool.block_size
+            num_blocks = sequence.blocks_for_step(block_size)
+            sequence.settle(self._pool.allocate(sequence.attempt_id, num_blocks), block_size)
             del self._waiting[sequence.attempt_id]
             self._copying[sequence.attempt_id] = sequence
             taken.append(sequence)
@@ -137,7 +143,7 @@ class DecodeScheduler:
             self._running[attempt_id] = sequence
             return True
         self._condemned.discard(attempt_id)
-        self._free(sequence)
+        self._free_blocks(sequence)
         return False
 
     def end_swap(self, attempt_id: str, *, succeeded: bool) -> bool:
@@ -149,15 +155,40 @@ class DecodeScheduler:
         sequence = self._leaving.pop(attempt_id) if is_out else self._returning.pop(attempt_id)
         if not succeeded or attempt_id in self._condemned:
             self._condemned.discard(attempt_id)
-            self._free(sequence)
+            self._free_blocks(sequence)
+            self._free_slots(sequence)
             return False
         if is_out:
-            self._free_blocks(sequence)
+            self._pool.free(attempt_id, sequence.blocks)
+            sequence.move(sequence.slots)
             self._away[attempt_id] = sequence
         else:
             self._free_slots(sequence)
             (self._parked if sequence.is_parked else self._running)[attempt_id] = sequence
+            for choice in sequence.ending:
+                self._end_branch(sequence, choice)
+            sequence.ending.clear()
         return True
+
+    def end_choice(self, attempt_id: str, choice: int) -> DecodeSequence | None:
+        """Takes a sequence's branch out and frees what it has to itself; harmless when it has ended. Not during a step.
+
+        Returns the sequence when that was its last one: it is gone, and all its blocks are free. One that is swapped
+        out, or on its way, keeps the branch's blocks until it is back.
+        """
+        for attempts in (self._running, self._parked):
+            if sequence := attempts.get(attempt_id):
+                self._end_branch(sequence, choice)
+                if sequence.branches:
+                    return None
+                del attempts[attempt_id]
+                return sequence
+        for attempts in (self._leaving, self._away, self._returning):
+            if sequence := attempts.get(attempt_id):
+                sequence.ending.add(choice)
+                if all(branch.choice in sequence.ending for branch in sequence.branches):
+                    return self.remove(attempt_id)
+        return None
 
     def park(self, attempt_id: str) -> None:
         """Takes a sequence out of the batch. Harmless when it has ended; allowed during a step."""
@@ -181,39 +212,43 @@ class DecodeScheduler:
             slices=tuple(
                 SequenceSlice(
                     attempt_id=sequence.attempt_id,
-                    token_ids=(sequence.last_token_id,),
-                    start_position=sequence.last_position,
-                    block_table=sequence.block_table,
-                    sampling=sequence.sampling,
-                    rules=sequence.rules,
+                    choice=branch.choice,
+                    token_ids=(branch.last_token_id,),
+                    start_position=branch.last_position,
+                    block_table=branch.block_table,
+                    sampling=branch.sampling,
+                    rules=branch.rules,
                     top_logprobs=sequence.top_logprobs,
                 )
                 for sequence in self._running.values()
-                if sequence.attempt_id not in self._short
+                for branch in sequence.branches
+                if not self._short or (sequence.attempt_id, branch.choice) not in self._short
             )
         )
 
     def commit(self, plan: BatchPlan, tokens: Sequence[int | None]) -> list[NewToken]:
-        """Takes a step for done. A sequence that finished stays until `remove`; removed ones are passed over."""
+        """Takes a step for done. A branch that finished stays until `end_choice`; those that left are passed over."""
         produced = []
         for piece, token_id in zip(plan.slices, tokens, strict=True):
             # One that was parked during the step has its token all the same.
             sequence = self._running.get(piece.attempt_id) or self._parked.get(piece.attempt_id)
-            if sequence is None:
+            branch = None if sequence is None else sequence.find(piece.choice)
+            if sequence is None or branch is None:
                 continue
             assert token_id is not None, f"{piece.attempt_id}: a decode step without a token"
-            sequence.last_token_id = token_id
-            sequence.num_generated += 1
-            sequence.num_steps += 1
+            branch.last_token_id = token_id
+            branch.last_position += 1
+            branch.num_steps += 1
             reason, error = None, None
             try:
-                reason = take_token(sequence.rules, sequence.stop, token_id, sequence.num_generated)
+                reason = take_token(branch.rules, sequence.stop, token_id, sequence.num_generated(branch))
             except ServingError as failure:
                 error = failure
             produced.append(
                 NewToken(
                     attempt_id=piece.attempt_id,
-                    position=sequence.last_position,
+                    choice=piece.choice,
+                    position=branch.last_position,
                     token_id=token_id,
                     finish_reason=reason,
                     error=error,
@@ -230,38 +265,48 @@ class DecodeScheduler:
         if attempt_id in self._copying or attempt_id in self._leaving or attempt_id in self._returning:
             self._condemned.add(attempt_id)
             return None
-        for attempts in (self._waiting, self._running, self._parked, self._away):
+        for attempts in (self._waiting, self._running, self._parked):
             if sequence := attempts.pop(attempt_id, None):
-                self._free(sequence)
+                self._free_blocks(sequence)
                 return sequence
+        if sequence := self._away.pop(attempt_id, None):
+            self._free_slots(sequence)
+            return sequence
         return None
 
     # --- who has room -----------------------------------------------------------------------------------------
 
-    def _grow(self) -> list[DecodeSequence]:
+    def _grow(self) -> list[tuple[DecodeSequence, Branch]]:
         """Gives a block to each that needs one for its next step; those that got none, the oldest first."""
         block_size = self._pool.block_size
-        needy = [each for each in self._running.values() if len(each.block_table) < each.blocks_for_step(block_size)]
+        needy = [
+            (sequence, branch)
+            for sequence in self._running.values()
+            for branch in sequence.branches
+            if len(branch.block_table) < branch.blocks_for_step(block_size)
+        ]
         if len(needy) > self._pool.num_free:
-            needy.sort(key=_order)
+            needy.sort(key=_order_of_first)
         num_grown = min(len(needy), self._pool.num_free)
-        for sequence in needy[:num_grown]:
-            sequence.block_table += self._pool.allocate(sequence.attempt_id, 1)
+        for sequence, branch in needy[:num_grown]:
+            branch.block_table += self._pool.allocate(sequence.attempt_id, 1)
         return needy[num_grown:]
 
     def _num_missing(self, comer: DecodeSequence) -> int:
-        """Blocks that have to become free before it can come: its own, and one for each here that runs and may grow."""
+        """Blocks that have to become free before it can come: its own, and one for each branch here that may grow."""
         block_size = self._pool.block_size
         here = (self._copying, self._running, self._returning)
-        num_growing = sum(each.can_grow(block_size) for attempts in here for each in attempts.values())
+        num_growing = sum(each.num_growing(block_size) for attempts in here for each in attempts.values())
         return comer.blocks_for_step(block_size) + num_growing - self._pool.num_free
 
     def _next_waiting(self) -> DecodeSequence | None:
         """Who is to be taken in next, if blocks allow: nobody as long as one that was swapped out wants to go on."""
-        here = (self._copying, self._running, self._parked, self._leaving, self._away, self._returning)
-        if sum(map(len, here)) >= self._max_num_seqs or self._first_away() is not None:
+        comer = next(iter(self._waiting.values()), None)
+        if comer is None or self._first_away() is not None:
             return None
-        return next(iter(self._waiting.values()), None)
+        here = (self._copying, self._running, self._parked, self._leaving, self._away, self._returning)
+        num_seqs = sum(len(each.branches) for attempts in here for each in attempts.values())
+        return comer if num_seqs + len(comer.branches) <= self._max_num_seqs else None
 
     def _first_away(self) -> DecodeSequence | None:
         """The oldest sequence that is swapped out and wants to go on."""
@@ -269,11 +314,11 @@ class DecodeScheduler:
 
     # --- who gives way ----------------------------------------------------------------------------------------
 
-    def _victim_for(self, short: list[DecodeSequence]) -> DecodeSequence | None:
+    def _victim_for(self, short: list[tuple[DecodeSequence, Branch]]) -> DecodeSequence | None:
         """Who is to give way to those that need a block; None when enough will be free soon, or nobody has to."""
         if len(short) <= self._num_soon_free():
             return None
-        younger = [each for each in self._running.values() if each.order > short[0].order]
+        younger = [each for each in self._running.values() if each.order > short[0][0].order]
         return self._choose(self._parked.values()) or self._choose(younger)
 
     def _choose(self, candidates: Iterable[DecodeSequence]) -> DecodeSequence | None:
@@ -282,7 +327,7 @@ class DecodeScheduler:
         return next((each for each in latest_first if self._has_slots(each)), next(iter(latest_first), None))
 
     def _has_slots(self, sequence: DecodeSequence) -> bool:
-        return self._swap is not None and len(sequence.block_table) <= self._swap.num_free
+        return self._swap is not None and sequence.num_blocks <= self._swap.num_free
 
     def _preempt(self, victim: DecodeSequence, swaps: list[Swap], shed: list[DecodeSequence]) -> bool:
         """Swaps a sequence out or sheds it; False when it is to wait for a swap that runs."""
@@ -296,7 +341,7 @@ class DecodeScheduler:
         assert self._swap is not None
         (self._parked if victim.is_parked else self._running).pop(victim.attempt_id)
         self._leaving[victim.attempt_id] = victim
-        victim.slots = self._swap.allocate(victim.attempt_id, len(victim.block_table))
+        victim.slots = self._swap.allocate(victim.attempt_id, victim.num_blocks)
         self._num_swapped += 1
         self._blocks_out += len(victim.slots)
         swaps.append(_swap(victim, is_out=True))
@@ -309,8 +354,7 @@ class DecodeScheduler:
             self._clear_way(comer, swaps, shed, may_shed=is_alone)
             if self._num_missing(comer) > 0:
                 return
-            num_blocks = comer.blocks_for_step(self._pool.block_size)
-            comer.block_table = self._pool.allocate(comer.attempt_id, num_blocks)
+            comer.move(self._pool.allocate(comer.attempt_id, len(comer.slots)))
             self._returning[comer.attempt_id] = self._away.pop(comer.attempt_id)
             self._blocks_in += len(comer.slots)
             swaps.append(_swap(comer, is_out=False))
@@ -326,15 +370,23 @@ class DecodeScheduler:
                 return
 
     def _num_soon_free(self) -> int:
-        return sum(len(each.block_table) for each in self._leaving.values())
+        return sum(each.num_blocks for each in self._leaving.values())
 
-    def _free(self, sequence: DecodeSequence) -> None:
-        self._free_blocks(sequence)
-        self._free_slots(sequence)
+    def _end_branch(self, sequence: DecodeSequence, choice: int) -> None:
+        branch = sequence.find(choice)
+        if branch is None:
+            return
+        sequence.num_steps = max(sequence.num_steps, branch.num_steps)
+        if len(sequence.branches) == 1:
+            self._free_blocks(sequence)
+        else:
+            self._pool.free(sequence.attempt_id, branch.block_table[sequence.num_shared :])
+        sequence.branches.remove(branch)
 
     def _free_blocks(self, sequence: DecodeSequence) -> None:
-        self._pool.free(sequence.attempt_id, sequence.block_table)
-        sequence.block_table = []
+        self._pool.free(sequence.attempt_id, sequence.blocks)
+        for branch in sequence.branches:
+            branch.block_table = []
 
     def _free_slots(self, sequence: DecodeSequence) -> None:
         if self._swap is not None:
@@ -346,10 +398,14 @@ def _order(sequence: DecodeSequence) -> int:
     return sequence.order
 
 
+def _order_of_first(needy: tuple[DecodeSequence, Branch]) -> int:
+    return needy[0].order
+
+
 def _swap(sequence: DecodeSequence, *, is_out: bool) -> Swap:
     return Swap(
         attempt_id=sequence.attempt_id,
         is_out=is_out,
-        block_ids=tuple(sequence.block_table[: len(sequence.slots)]),
+        block_ids=tuple(sequence.blocks),
         slots=tuple(sequence.slots),
     )

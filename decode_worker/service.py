@@ -6,21 +6,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import AlreadyExistsError, InvalidArgumentError, ServingError
+from baton.core.errors import AlreadyExistsError, InvalidArgumentError, OutOfRangeError, ServingError
 from baton.core.generation import FinishReason
+from baton.core.model import blocks_of_choices
 from baton.rpc.generation import logprobs_message, read_sampling, read_top
 from baton.telemetry.tracing import phase_span
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker import requests
 from baton.worker.messages import Cancel, Failed
-from decode_worker.messages import Accept, Finished, Grow, HandedOver
+from decode_worker.messages import Accept, EndChoice, Finished, Grow, HandedOver
 from decode_worker.pacing import Pacer
 from decode_worker.token_stream import TokenRun, in_runs
 from kv_transfer import wire
 from kv_transfer.lease import LeaseOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     import grpc.aio
     from opentelemetry.trace import Tracer
@@ -103,14 +104,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         attempt = self._engine.start(accept.attempt_id, accept)
 
         def tell(growth: Growth) -> None:
-            if growth.first_token_id is not None:
-                vocab_size = self._description.facts.vocab_size
-                requests.require_in_vocabulary("first_token_id", [growth.first_token_id], vocab_size=vocab_size)
+            if growth.first_token_ids:
+                self._require_first_tokens(growth.first_token_ids, accept.num_choices)
             self._engine.control(Grow(attempt_id=accept.attempt_id, growth=growth))
 
         if accept.kv.is_growing:
             lease.follow(tell)
         return attempt
+
+    async def EndChoice(self, request: decode_pb2.EndChoiceRequest, context: Context) -> decode_pb2.EndChoiceResponse:
+        """Tells the engine, whose next step is without the choice."""
+        self._engine.control(EndChoice(attempt_id=request.attempt_id, choice=request.choice))
+        return decode_pb2.EndChoiceResponse()
 
     async def GetDecodeStatus(
         self, request: decode_pb2.GetDecodeStatusRequest, context: Context
@@ -133,8 +138,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         facts = self._description.facts
         attempt_id = requests.read_attempt_id(request.attempt_id)
         requests.require_fingerprint(request.fingerprint, facts.fingerprint, worker_id=self._description.worker_id)
-        if not kv.is_growing:
-            requests.require_in_vocabulary("first_token_id", [request.first_token_id], vocab_size=facts.vocab_size)
+        num_choices = requests.read_num_choices(request)
+        first_token_ids = () if kv.is_growing else (request.first_token_id, *request.other_first_token_ids)
+        if first_token_ids:
+            self._require_first_tokens(first_token_ids, num_choices)
         num_output = len(request.output_token_ids)
         if num_output >= kv.num_tokens:
             raise InvalidArgumentError("output_token_ids", f"must be fewer than the {kv.num_tokens} of kv.num_tokens")
@@ -144,19 +151,36 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         sampling = read_sampling(request.sampling, default_seed=0, vocab_size=facts.vocab_size)
         num_prompt = kv.num_tokens - num_output
         requests.require_in_context(num_prompt, stop.max_tokens, max_context_tokens=facts.max_context_tokens)
-        requests.require_in_pool("max_tokens", num_prompt + stop.max_tokens, capacity_tokens=facts.capacity_tokens)
+        self._require_seats(num_choices)
+        block_size = facts.layout.block_size
+        num_blocks = blocks_of_choices(
+            kv.num_tokens, num_prompt + stop.max_tokens - kv.num_tokens, num_choices, block_size
+        )
+        requests.require_in_pool("max_tokens", num_blocks * block_size, capacity_tokens=facts.capacity_tokens)
         return Accept(
             attempt_id=attempt_id,
             kv=kv,
-            first_token_id=None if kv.is_growing else request.first_token_id,
+            first_token_ids=first_token_ids,
             source_block_size=facts.layout.block_size,
             sampling=sampling,
             stop=stop,
             prompt_ids=_read_prompt(request, sampling, vocab_size=facts.vocab_size),
             output_ids=tuple(request.output_token_ids),
             structure=requests.read_structure(request, facts),
+            num_choices=num_choices,
             top_logprobs=read_top("top_logprobs", request.top_logprobs if request.HasField("top_logprobs") else None),
         )
+
+    def _require_first_tokens(self, token_ids: Sequence[int], num_choices: int) -> None:
+        if len(token_ids) != num_choices:
+            raise InvalidArgumentError("num_choices", f"is {num_choices}, and there are {len(token_ids)} first tokens")
+        requests.require_in_vocabulary("first_token_id", token_ids, vocab_size=self._description.facts.vocab_size)
+
+    def _require_seats(self, num_choices: int) -> None:
+        """Raises OutOfRangeError when the choices would not fit into a batch of their own."""
+        limit = self._description.max_num_seqs
+        if num_choices > limit:
+            raise OutOfRangeError("num_choices", f"{num_choices} is over the batch's {limit}", limit=limit)
 
     def _respond(self, item: TokenRun | DecodeEvent) -> decode_pb2.DecodeResponse:
         """The item's message; raises the error of a failed attempt."""
@@ -171,6 +195,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         finish_reason=_REASONS[item.finish_reason]
                         if item.finish_reason
                         else common_pb2.FINISH_REASON_UNSPECIFIED,
+                        choice=item.choice,
                     )
                 )
             case HandedOver():

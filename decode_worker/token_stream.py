@@ -1,4 +1,4 @@
-"""Tokens of one sequence, put together so that a busy stream costs few messages and a slow one waits for nothing."""
+"""Tokens of one attempt, put together so that a busy stream costs few messages and a slow one waits for nothing."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _MAX_RUN_TOKENS = 64
 
 @dataclass(slots=True)
 class TokenRun:
-    """Tokens that follow each other; the first stands at `first_position`.
+    """Tokens of one choice that follow each other; the first stands at `first_position`.
 
-    `logprobs` has one entry for each, or none. `finish_reason` is set when the last of them ends the generation.
+    `logprobs` has one entry for each, or none. `finish_reason` is set when the last of them ends the choice.
     """
 
     first_position: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    choice: int = 0
 
     def append(self, token: Token) -> None:
         """Adds the next token."""
@@ -44,7 +45,8 @@ class TokenRun:
 async def in_runs(attempt: Attempt[DecodeEvent]) -> AsyncIterator[TokenRun | DecodeEvent]:
     """The attempt's events up to its last, its tokens in runs: the first at once, later ones 5 ms apart or more.
 
-    Events other than tokens are passed on in their place.
+    What has gathered of several choices goes together, a run for each. Events other than tokens are passed on in their
+    place.
     """
     loop = asyncio.get_running_loop()
     last_sent_s = float("-inf")
@@ -58,10 +60,15 @@ async def in_runs(attempt: Attempt[DecodeEvent]) -> AsyncIterator[TokenRun | Dec
         gap_s = last_sent_s + _SHORTEST_GAP_S - loop.time()
         if gap_s > 0:
             await asyncio.sleep(gap_s)
-        run = TokenRun(event.position, [])
-        run.append(event)
-        while len(run.token_ids) < _MAX_RUN_TOKENS and isinstance(following := attempt.peek(), Token):
+        runs: dict[int, TokenRun] = {}
+        num_tokens = 0
+        while True:
+            runs.setdefault(event.choice, TokenRun(event.position, [], choice=event.choice)).append(event)
+            num_tokens += 1
+            if num_tokens == _MAX_RUN_TOKENS or not isinstance(following := attempt.peek(), Token):
+                break
+            event = following
             await attempt.next_event()
-            run.append(following)
         last_sent_s = loop.time()
-        yield run
+        for run in runs.values():
+            yield run

@@ -99,7 +99,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             classes=classes,
         )
         requests = RequestSettings(
-            clock=SystemClock(), instruments=instruments, request_timeout_s=settings.limits.request_timeout_s
+            clock=SystemClock(),
+            instruments=instruments,
+            request_timeout_s=settings.limits.request_timeout_s,
+            max_choices=settings.limits.max_choices,
         )
         server = ServingServer(settings.server, tracing.tracer)
         server.add(

@@ -11,6 +11,9 @@ the credit went back; who is granted in between waits that long inside the worke
 
 The next attempt has the prompt and all output so far for its prompt. The token at a position depends on the tokens
 before it, the request and the position alone, so the output goes on as if nothing had happened.
+
+One attempt makes all outputs of the prompt. Where several are cut off, which go on in different ways, an attempt for
+each follows, one after the other.
 """
 
 from __future__ import annotations
@@ -23,30 +26,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.errors import ResourceExhaustedError, ServingError, UnavailableError
-from baton.core.generation import FinishReason
 from baton.core.ids import new_attempt_id
 from gateway.losses import loss_of
-from gateway.worker_calls import DecodeEnd, FirstToken, GrowingCache
+from gateway.worker_calls import DecodeEnd, GrowingCache, PromptDone
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from baton.coordination.place import Place
     from baton.coordination.queue import AdmissionQueue
     from baton.core.workers import Grant, Ticket
-    from gateway.events import Event, ScoredPrompt
+    from gateway.course import Course
     from gateway.losses import Loss
-    from gateway.output import Output
-    from gateway.phases import Phases
     from gateway.prefixes import KnownPrefixes
-    from gateway.progress import Progress
     from gateway.routing import Router
-    from gateway.worker_calls import Attempt, DecodeCall, PrefillCall, WorkerCalls
+    from gateway.worker_calls import Attempt, DecodeCall, DecodeEvent, PrefillCall, WorkerCalls
 
 _log = logging.getLogger(__name__)
 
-Emit: TypeAlias = "Callable[[Event], Awaitable[None]]"
-Finish: TypeAlias = "Callable[[FinishReason | None, int], Awaitable[None]]"
+Finish: TypeAlias = "Callable[[int], Awaitable[None]]"
 
 # How long a finished request waits to see the prefill worker's blocks free, so that credit follows the free.
 _RELEASE_WAIT_S = 2.0
@@ -67,77 +65,75 @@ class Deployment:
     max_retries: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """What the attempts at one request share."""
-
-    output: Output
-    progress: Progress
-    phases: Phases
-    emit: Emit
-    remaining_s: Callable[[], float]
-    queue_timeout_s: float
-    prefix_names: Sequence[bytes]
-
-
 class Attempts:
-    """Serves one request. `first` is what the first attempt sends; the ids of its attempts are those of its places."""
+    """Serves one request. `first` makes all its outputs; the ids of its attempts are those of its places."""
 
     def __init__(self, deployment: Deployment, course: Course, first: Attempt) -> None:
         self._deployment = deployment
         self._course = course
         self._first = first
-        self._output_ids: list[int] = []
-        self._next_scored = 1
-        self._cached_tokens = 0
         self._lost_lives: set[str] = set()
+        self._last_loss: Loss | None = None
         self._num_retries = 0
 
     async def run(self, place: Place, finish: Finish) -> None:
-        """Runs attempts, the first in `place`, until one is complete; returns when what it held is given back.
+        """Runs attempts, the first in `place`, until all is done; returns when what they held is given back.
 
-        `finish` is awaited once, with the reason and the cached prompt tokens, as soon as the output is complete.
+        `finish` is awaited once, with the cached prompt tokens, as soon as all outputs are complete.
         Raises UnavailableError, WORKER_LOST, when workers were lost `max_retries` + 1 times or no other can take over,
         and every other failure of an attempt as it is.
         """
         async with AsyncExitStack() as places:
-            while (loss := await self._try(place, finish)) is not None:
-                place = await self._follow(place, loss, places)
+            while True:
+                loss = await self._try(place, finish)
+                if loss is not None:
+                    self._note(loss, place.ticket)
+                if self._last_loss is None or (loss is None and not self._course.open_outputs(self._first)):
+                    return
+                place = await self._follow(place, self._last_loss, places)
 
     async def _try(self, place: Place, finish: Finish) -> Loss | None:
         """One attempt; None when it is complete."""
         grant: Grant | None = None
         try:
             grant = await self._wait_for_workers(place)
-            await self._serve(grant, self._attempt(place.ticket), place, finish)
+            await self._serve(grant, self._rest(place.ticket.attempt_id), place, finish)
         except UnavailableError as error:
             if (loss := loss_of(error, grant)) is None:
                 raise
             return loss
         return None
 
-    def _attempt(self, ticket: Ticket) -> Attempt:
-        if not self._output_ids:
-            return dataclasses.replace(self._first, attempt_id=ticket.attempt_id)
+    def _rest(self, attempt_id: str) -> Attempt:
+        """The next attempt: at everything, or once there is output at the first one that is not complete."""
+        if not self._course.num_output_tokens:
+            return dataclasses.replace(self._first, attempt_id=attempt_id)
+        output = self._course.open_outputs(self._first)[0]
         return dataclasses.replace(
             self._first,
-            attempt_id=ticket.attempt_id,
-            token_ids=(*self._first.token_ids, *self._output_ids),
-            num_output_tokens=len(self._output_ids),
+            attempt_id=attempt_id,
+            choices=(output.choice,),
+            sampling=self._first.sampling.of_choice(output.choice),
+            token_ids=(*self._first.token_ids, *output.token_ids),
+            num_output_tokens=len(output.token_ids),
             # With the first token the whole prompt was scored.
             logprobs=dataclasses.replace(self._first.logprobs, prompt_top=None),
         )
 
     # --- after a loss -----------------------------------------------------------------------------------------
 
-    async def _follow(self, former: Place, loss: Loss, places: AsyncExitStack) -> Place:
-        """A place for the next attempt: granted, or waiting. Raises the loss's error when there can be none."""
+    def _note(self, loss: Loss, ticket: Ticket) -> None:
+        """Takes note of a loss that another attempt may follow; raises its error when none may."""
         self._require_wanted(loss)
+        self._last_loss = loss
         self._num_retries += 1
         self._course.progress.lost_worker(loss.role)
-        loss.tell(former.ticket, num_output_tokens=len(self._output_ids), num_retries=self._num_retries)
+        loss.tell(ticket, num_output_tokens=self._course.num_output_tokens, num_retries=self._num_retries)
         if loss.worker is not None:
             self._lost_lives.add(loss.worker.incarnation)
+
+    async def _follow(self, former: Place, loss: Loss, places: AsyncExitStack) -> Place:
+        """A place for the next attempt: granted, or waiting. Raises the loss's error when there can be none."""
         place = await self._readmit(former, loss, places, avoids=frozenset(self._lost_lives))
         if await self._finds_nobody(place):
             place = await self._readmit(place, loss, places, avoids=frozenset())
@@ -164,18 +160,20 @@ class Attempts:
 
     async def _readmit(self, former: Place, loss: Loss, places: AsyncExitStack, *, avoids: frozenset[str]) -> Place:
         queue, router = self._deployment.queue, self._deployment.router
+        rest = self._rest(new_attempt_id())
         ticket = dataclasses.replace(
             former.ticket,
-            attempt_id=new_attempt_id(),
-            prompt_tokens=len(self._first.token_ids) + len(self._output_ids),
-            max_tokens=self._first.stop.max_tokens - len(self._output_ids),
+            attempt_id=rest.attempt_id,
+            prompt_tokens=len(rest.token_ids),
+            max_tokens=rest.stop.max_tokens - rest.num_output_tokens,
+            num_choices=len(rest.choices),
             max_wait_s=min(self._course.queue_timeout_s, self._course.remaining_s()),
             avoids=avoids,
             # By now some worker may have the prompt.
             cached=self._deployment.prefixes.cached_tokens(self._course.prefix_names, queue.views),
         )
         # As for a new request: one that no worker could hold would wait at the head of its class.
-        room = router.most_output_tokens(ticket.prompt_tokens, queue.views)
+        room = router.most_output_tokens(ticket.prompt_tokens, queue.views, num_choices=ticket.num_choices)
         if router.has_pair(queue.views) and ticket.max_tokens > room:
             raise loss.error
         return await places.enter_async_context(queue.readmit(former, ticket))
@@ -201,19 +199,19 @@ class Attempts:
 
     async def _serve(self, grant: Grant, attempt: Attempt, place: Place, finish: Finish) -> None:
         """From the grant to the end of the calls."""
-        output, emit = self._course.output, self._course.emit
         try:
-            async with self._prefill(grant, attempt) as (call, first, early):
-                self._output_ids.append(first.token_id)
-                await emit(output.push((first.token_id,), first.logprobs))
-                has_more = first.kv is not None and not output.is_stopped
+            async with self._prefill(grant, attempt) as (call, done, early):
+                await self._course.take_first(done)
+                has_more = done.kv is not None and bool(self._course.open_outputs(attempt))
                 async with asyncio.TaskGroup() as tasks:
                     release = tasks.create_task(_release_prefill(call, place))
-                    reason = first.finish_reason
                     if has_more:
-                        reason = await self._decode(grant, early or self._open_decode(grant, attempt, first))
-                    await finish(reason, self._cached_tokens)
-                    if has_more or first.kv is None:  # else nobody takes the cache over: leaving gives it up
+                        await self._decode(grant, attempt, early or self._open_decode(grant, attempt, done))
+                    else:
+                        await self._course.finish_outputs(attempt, None)
+                    if not self._course.open_outputs(self._first):
+                        await finish(self._course.cached_tokens)
+                    if has_more or done.kv is None:  # else nobody takes the cache over: leaving gives it up
                         await asyncio.wait([release], timeout=_RELEASE_WAIT_S)
                     release.cancel()
         except BaseExceptionGroup as group:
@@ -222,8 +220,8 @@ class Attempts:
     @asynccontextmanager
     async def _prefill(
         self, grant: Grant, attempt: Attempt
-    ) -> AsyncIterator[tuple[PrefillCall, FirstToken, DecodeCall | None]]:
-        """The prefill call and its first token; the call stays open, and with it the lease, for the block.
+    ) -> AsyncIterator[tuple[PrefillCall, PromptDone, DecodeCall | None]]:
+        """The prefill call and its result; the call stays open, and with it the lease, for the block.
 
         And the decode call, where the decode worker takes the cache over as it grows. How that fares is seen when it is
         read, after the first token.
@@ -234,37 +232,18 @@ class Attempts:
                 span.set_attribute("baton.worker_id", grant.prefill.worker_id)
                 call = self._deployment.workers.prefill(grant.prefill, attempt, self._course.remaining_s())
                 await stack.enter_async_context(call)
-                while not isinstance(first := await call.next(), FirstToken):
-                    if isinstance(first, GrowingCache):
-                        early = await stack.enter_async_context(self._open_decode(grant, attempt, first))
+                while not isinstance(done := await call.next(), PromptDone):
+                    if isinstance(done, GrowingCache):
+                        early = await stack.enter_async_context(self._open_decode(grant, attempt, done))
                     else:
-                        await self._emit_scored(first)
+                        await self._course.tell_scores(done)
             self._deployment.prefixes.learn(self._course.prefix_names, grant.prefill)
-            if not self._output_ids:
-                self._cached_tokens = first.cached_tokens
-                self._course.progress.first_token()
-            else:
-                self._course.progress.tokens(1)
-            yield call, first, early
+            yield call, done, early
 
-    def _open_decode(self, grant: Grant, attempt: Attempt, cache: FirstToken | GrowingCache) -> DecodeCall:
+    def _open_decode(self, grant: Grant, attempt: Attempt, cache: PromptDone | GrowingCache) -> DecodeCall:
         return self._deployment.workers.decode(grant.decode, attempt, cache, self._course.remaining_s())
 
-    async def _emit_scored(self, scored: ScoredPrompt) -> None:
-        """Emits what no earlier attempt has scored."""
-        num_known = self._next_scored - scored.first_position
-        self._next_scored = max(self._next_scored, scored.first_position + len(scored.token_ids))
-        if num_known < len(scored.token_ids):
-            await self._course.emit(
-                dataclasses.replace(
-                    scored,
-                    first_position=scored.first_position + num_known,
-                    token_ids=scored.token_ids[num_known:],
-                    logprobs=scored.logprobs[num_known:],
-                )
-            )
-
-    async def _decode(self, grant: Grant, call: DecodeCall) -> FinishReason | None:
+    async def _decode(self, grant: Grant, attempt: Attempt, call: DecodeCall) -> None:
         course = self._course
         with course.phases.enter("decode") as span:
             span.set_attribute("baton.worker_id", grant.decode.worker_id)
@@ -275,15 +254,24 @@ class Attempts:
                     handover_span.set_attribute("baton.handover.num_bytes", handover.num_bytes)
                 course.progress.handed_over()
                 course.phases.name = "decode"
-                while not isinstance(event := await call.next(), DecodeEnd):
-                    self._output_ids += event.ids
-                    delta = course.output.push(event.ids, event.logprobs)
-                    course.progress.tokens(len(delta.token_ids))
-                    await course.emit(delta)
-                    if course.output.is_stopped:
-                        return FinishReason.STOP  # leaving the block cancels the call
+                for choice in attempt.choices:
+                    if course.outputs[choice].is_over:  # with its first token, maybe by a stop string
+                        await call.end_choice(choice)
+                while not isinstance(event := await self._next(call, attempt), DecodeEnd):
+                    if await course.take(event):
+                        if not course.open_outputs(attempt):
+                            return  # leaving the block cancels the call
+                        await call.end_choice(event.choice)
+                await course.finish_outputs(attempt, event.reason)
                 await call.ended()
-                return event.reason
+
+    async def _next(self, call: DecodeCall, attempt: Attempt) -> DecodeEvent:
+        try:
+            return await call.next()
+        except UnavailableError:
+            if self._course.open_outputs(attempt):
+                raise
+            return DecodeEnd(None)  # nothing was missing but the news that its blocks are free
 
 
 def no_worker(model: str) -> UnavailableError:

@@ -32,14 +32,16 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that became certain, and the tokens that were produced since the last delta.
+    """Text of one choice that became certain, and the tokens that were produced since its last delta.
 
-    `logprobs` has one entry for each token, or none.
+    `logprobs` has one entry for each token, or none. `finish_reason` is set with the choice's last.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The generation is complete. `reason` is None when the worker gave one that this gateway does not know."""
+    """The generation is complete. `reason`, the first choice's, is None when its worker's is not known here."""
 
     reason: FinishReason | None
     usage: Usage

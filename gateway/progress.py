@@ -35,7 +35,9 @@ class Progress:
         self._num_tokens = 0
         self._arrived = clock.monotonic_s()
         self._tokenized = self._admitted = self._granted = self._first_token = self._arrived
-        self._has_cache = self._last_token = self._arrived
+        self._has_cache = self._arrived
+        # When the last token of each choice came.
+        self._last_tokens: list[float] = []
 
     @contextmanager
     def outcome(self) -> Iterator[None]:
@@ -76,11 +78,12 @@ class Progress:
         self._granted = self._clock.monotonic_s()
         self._instruments.request_queue_time.labels(self._queue_class).observe(self._granted - self._admitted)
 
-    def first_token(self) -> None:
-        """The first token is here; so far it is the last one too."""
-        self._first_token = self._has_cache = self._last_token = self._clock.monotonic_s()
-        self._num_tokens = 1
-        self._instruments.generation_tokens.inc()
+    def first_token(self, num_choices: int = 1) -> None:
+        """The first token of each choice is here; so far it is the last one too."""
+        self._first_token = self._has_cache = self._clock.monotonic_s()
+        self._last_tokens = [self._first_token] * num_choices
+        self._num_tokens = num_choices
+        self._instruments.generation_tokens.inc(num_choices)
         self._instruments.prefill_time.labels(self._queue_class).observe(self._first_token - self._granted)
         self._instruments.time_to_first_token.labels(self._queue_class).observe(self._first_token - self._arrived)
 
@@ -92,14 +95,14 @@ class Progress:
         self._has_cache = self._clock.monotonic_s()
         self._instruments.handover_time.observe(self._has_cache - self._first_token)
 
-    def tokens(self, num_tokens: int) -> None:
-        """More tokens are here, together: a client sees one gap before them and none between them."""
+    def tokens(self, num_tokens: int, choice: int = 0) -> None:
+        """More tokens of a choice are here, together: a client sees one gap before them and none between them."""
         now_s = self._clock.monotonic_s()
         gap = self._instruments.inter_token_latency.labels(self._queue_class)
-        gap.observe(now_s - self._last_token)
+        gap.observe(now_s - self._last_tokens[choice])
         for _ in range(num_tokens - 1):
             gap.observe(0.0)
-        self._last_token = now_s
+        self._last_tokens[choice] = now_s
         self._num_tokens += num_tokens
         self._instruments.generation_tokens.inc(num_tokens)
 
@@ -113,15 +116,16 @@ class Progress:
     def finished(self, reason: FinishReason | None) -> Timings:
         """The generation is complete: its timings."""
         self._reason = reason
-        if self._num_tokens > 1:
-            mean_gap_s = (self._last_token - self._first_token) / (self._num_tokens - 1)
+        num_gaps = self._num_tokens - len(self._last_tokens)
+        if num_gaps > 0:
+            mean_gap_s = sum(last - self._first_token for last in self._last_tokens) / num_gaps
             self._instruments.time_per_output_token.labels(self._queue_class).observe(mean_gap_s)
         return Timings(
             tokenize_s=self._tokenized - self._arrived,
             queue_s=self._granted - self._admitted,
             prefill_s=self._first_token - self._granted,
             handover_s=self._has_cache - self._first_token,
-            decode_s=max(0.0, self._last_token - self._has_cache),
+            decode_s=max(0.0, max(self._last_tokens, default=self._has_cache) - self._has_cache),
             time_to_first_token_s=self._first_token - self._arrived,
             total_s=self.age_s(),
         )

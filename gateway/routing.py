@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
+from baton.core.model import blocks_of_choices
 from baton.core.workers import Route, WorkerRole, WorkerState
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Router:
         beginning is, unless so much waits there that another worker is as fast without. On the decode side it is the
         one whose blocks are least taken.
 
-        A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot and blocks for
-        the prompt and the reserved share of the output. Ties go to a pair on one host, where
+        A prefill worker needs a sequence slot and blocks for the prompt, a decode worker a slot for each output and
+        blocks for the prompt and the reserved share of the outputs. Ties go to a pair on one host, where
         the handover is cheapest, then to prefill workers by lot, so that all caches fill, and to decode workers by
         name; the lot is the ticket's, so that every gateway decides alike. Lives of workers that the ticket avoids are
         left out. Takes time in proportion to the number of workers, not of pairs: the sides are chosen apart.
@@ -62,16 +63,22 @@ class Router:
         """Whether any two workers can serve together, credit aside."""
         return any(decodes for _, decodes in self._sides(views))
 
-    def most_output_tokens(self, prompt_tokens: int, views: Sequence[WorkerView]) -> int:
-        """The most tokens that some pair could generate after such a prompt if it were idle; 0 when none takes it.
+    def most_choices(self, views: Sequence[WorkerView]) -> int:
+        """The most outputs of one prompt that some decode worker could generate at a time."""
+        return max((d.record.max_num_seqs for _, decodes in self._sides(views) for d in decodes), default=0)
 
-        A request that asks for more would wait for ever, and all of its class behind it.
+    def most_output_tokens(self, prompt_tokens: int, views: Sequence[WorkerView], *, num_choices: int = 1) -> int:
+        """The most tokens of each output that some pair could generate after such a prompt if it were idle.
+
+        0 when none takes it. A request that asks for more would wait for ever, and all of its class behind it.
         """
         rooms = [0]
         for prefills, decodes in self._sides(views):
             contexts = [view.record.max_context_tokens for view in prefills if _holds(view.record, prompt_tokens)]
             capacities = [
-                min(view.record.max_context_tokens, view.record.num_blocks * view.record.block_size) for view in decodes
+                min(view.record.max_context_tokens, _capacity(view.record, prompt_tokens, num_choices))
+                for view in decodes
+                if view.record.max_num_seqs >= num_choices
             ]
             if contexts and capacities:
                 rooms.append(min(max(contexts), max(capacities)) - prompt_tokens)
@@ -112,14 +119,22 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def _blocks_of(view: WorkerView, ticket: Ticket, share: float) -> int:
-    """What a grant takes of a worker: the prompt's blocks, and on the decode side those of a share of the output."""
-    num_output = math.ceil(ticket.max_tokens * share) if view.record.role is WorkerRole.DECODE else 0
-    return blocks_for(ticket.prompt_tokens + num_output, view.record.block_size)
+    """What a grant takes of a worker: the prompt's blocks, and on the decode side those of a share of each output."""
+    if view.record.role is WorkerRole.PREFILL:
+        return blocks_for(ticket.prompt_tokens, view.record.block_size)
+    num_output = math.ceil(ticket.max_tokens * share)
+    return blocks_of_choices(ticket.prompt_tokens, num_output, ticket.num_choices, view.record.block_size)
+
+
+def _capacity(record: WorkerRecord, prompt_tokens: int, num_choices: int) -> int:
+    """The most positions, those of the prompt included, that each output could have in the whole pool."""
+    num_shared = prompt_tokens // record.block_size
+    return (num_shared + (record.num_blocks - num_shared) // num_choices) * record.block_size
 
 
 def _has_credit(view: WorkerView, ticket: Ticket, share: float) -> bool:
     return (
-        view.free_seqs >= 1
+        view.free_seqs >= (1 if view.record.role is WorkerRole.PREFILL else ticket.num_choices)
         and view.free_blocks >= _blocks_of(view, ticket, share)
         and ticket.prompt_tokens + ticket.max_tokens <= view.record.max_context_tokens
     )

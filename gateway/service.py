@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from baton.core.clock import Clock
     from baton.telemetry.instruments import GatewayInstruments
-    from gateway.attempts import Emit
+    from gateway.course import Emit
     from gateway.events import Event
     from gateway.session import SessionServices
 
@@ -46,6 +46,7 @@ class RequestSettings:
     clock: Clock
     instruments: GatewayInstruments
     request_timeout_s: float
+    max_choices: int
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -68,16 +69,21 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Complete(self, request: gateway_pb2.GenerateRequest, context: Context) -> gateway_pb2.CompleteResponse:
         """Generates and answers once; the request's own `max_tokens` bounds what is collected."""
         response = gateway_pb2.CompleteResponse()
-        texts: list[str] = []
+        texts: dict[int, list[str]] = {0: []}
 
         async def emit(event: Event) -> None:
             if isinstance(event, Accepted):
                 response.accepted.CopyFrom(accepted_message(event))
             elif isinstance(event, Delta):
                 delta = event_message(event).delta
-                texts.append(event.text)
-                response.token_ids.extend(event.token_ids)
-                response.logprobs.extend(delta.logprobs)
+                while len(response.other_choices) < event.choice:
+                    response.other_choices.add()
+                choice = response.other_choices[event.choice - 1] if event.choice else response
+                texts.setdefault(event.choice, []).append(event.text)
+                choice.token_ids.extend(event.token_ids)
+                choice.logprobs.extend(delta.logprobs)
+                if isinstance(choice, gateway_pb2.OtherChoice) and delta.finish_reason:
+                    choice.reason = delta.finish_reason
             elif isinstance(event, ScoredPrompt):
                 scored = scored_prompt_message(event)
                 if not response.HasField("scored_prompt"):
@@ -88,7 +94,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 response.finished.CopyFrom(finished_message(event))
 
         await self._run(request, context, emit)
-        response.text = "".join(texts)
+        response.text = "".join(texts.pop(0))
+        for index, parts in texts.items():
+            response.other_choices[index - 1].text = "".join(parts)
         return response
 
     async def Tokenize(self, request: gateway_pb2.TokenizeRequest, context: Context) -> gateway_pb2.TokenizeResponse:
@@ -146,7 +154,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _run(self, request: gateway_pb2.GenerateRequest, context: Context, emit: Emit) -> None:
         progress = Progress(self._settings.clock, self._settings.instruments)
         with progress.outcome():
-            generation = validate_generate(request, self._services.model, new_seed=secrets.randbits(64))
+            generation = validate_generate(
+                request, self._services.model, new_seed=secrets.randbits(64), max_choices=self._settings.max_choices
+            )
             caller = read_caller(context, longest_s=self._settings.request_timeout_s)
             await Session(self._services, generation, progress, caller).run(emit)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from opentelemetry.trace import get_current_span
 
 from baton.core.errors import DeadlineExceededError, OutOfRangeError
-from baton.core.generation import FinishReason
 from baton.core.ids import new_attempt_id, new_request_id
 from baton.core.workers import Ticket
 from baton.telemetry.tracing import (
@@ -28,7 +27,8 @@ from baton.telemetry.tracing import (
     USAGE_INPUT_TOKENS,
     USAGE_OUTPUT_TOKENS,
 )
-from gateway.attempts import Attempts, Course, no_worker
+from gateway.attempts import Attempts, no_worker
+from gateway.course import Course
 from gateway.events import Accepted, Delta, Finished, Usage
 from gateway.output import Output
 from gateway.phases import Phases
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
     from baton.core.errors import ServingError
     from baton.core.generation import StopRule
     from baton.core.workers import WorkerView
-    from gateway.attempts import Deployment, Emit
+    from gateway.attempts import Deployment
     from gateway.caller import Caller
     from gateway.classes import QueueClass, QueueClasses
+    from gateway.course import Emit
     from gateway.progress import Progress
     from gateway.served_model import ServedModel
     from gateway.tokenization import TokenizerPool
@@ -76,12 +77,16 @@ class Session:
         self._progress = progress
         self._tenant = caller.tenant
         self._timeout_s = caller.timeout_s
-        self._output = Output(
-            services.tokenizer.new_detokenizer(),
-            StopStringMatcher(request.stop_strings),
-            request.stop_token_ids,
-            min_tokens=request.min_tokens,
-        )
+        self._outputs = [
+            Output(
+                services.tokenizer.new_detokenizer(),
+                StopStringMatcher(request.stop_strings),
+                request.stop_token_ids,
+                min_tokens=request.min_tokens,
+                choice=choice,
+            )
+            for choice in range(request.num_choices)
+        ]
         self._phases = Phases(services.tracer)
         self._is_finished = False
         self._prompt_tokens = 0
@@ -122,9 +127,10 @@ class Session:
             structure=self._request.structure,
             stop=stop,
             cache_salt=prefixes.salt(self._tenant),
+            choices=tuple(range(self._request.num_choices)),
         )
         course = Course(
-            output=self._output,
+            outputs=self._outputs,
             progress=self._progress,
             phases=self._phases,
             emit=emit,
@@ -133,8 +139,8 @@ class Session:
             prefix_names=names,
         )
 
-        async def finish(reason: FinishReason | None, cached_tokens: int) -> None:
-            await self._finish(reason, cached_tokens, emit)
+        async def finish(cached_tokens: int) -> None:
+            await self._finish(cached_tokens, emit)
 
         async with self._services.deployment.queue.admit(ticket) as place:
             self._progress.admitted(ticket.queue_class, ticket.prompt_tokens)
@@ -170,6 +176,7 @@ class Session:
             queue_class=queue_class.name,
             prompt_tokens=self._prompt_tokens,
             max_tokens=stop.max_tokens,
+            num_choices=self._request.num_choices,
             tenant=self._tenant,
             priority=self._request.priority,
             max_wait_s=min(queue_class.queue_timeout_s, self._remaining_s()),
@@ -192,13 +199,18 @@ class Session:
         router = self._services.deployment.router
         if not router.has_pair(views):
             return no_worker(self._services.model.name)
-        room = router.most_output_tokens(ticket.prompt_tokens, views)
+        most_choices = router.most_choices(views)
+        if ticket.num_choices > most_choices:
+            description = f"{ticket.num_choices} is over the {most_choices} that a worker generates at a time"
+            return OutOfRangeError("n", description, limit=most_choices)
+        room = router.most_output_tokens(ticket.prompt_tokens, views, num_choices=ticket.num_choices)
         if ticket.max_tokens <= room:
             return None
+        outputs = "" if ticket.num_choices == 1 else f" and {ticket.num_choices} outputs"
         return OutOfRangeError(
             "stop.max_tokens",
             f"{ticket.max_tokens} is over the {room} for which the workers have memory after a prompt of"
-            f" {ticket.prompt_tokens} tokens",
+            f" {ticket.prompt_tokens} tokens{outputs}",
             limit=room,
         )
 
@@ -216,27 +228,25 @@ class Session:
         prompt = self._request.prompt
         if self._request.echo and not isinstance(prompt, ChatPrompt):
             if isinstance(prompt, TextPrompt):
-                await emit(Delta(prompt.text))
+                text = prompt.text
             else:
-                await emit(Delta(await self._services.tokenizer.decode(prompt.ids)))
+                text = await self._services.tokenizer.decode(prompt.ids)
+            for output in self._outputs:
+                await emit(Delta(text, choice=output.choice))
 
-    async def _finish(self, reason: FinishReason | None, cached_tokens: int, emit: Emit) -> None:
-        tail = self._output.finish()
-        if tail.text:
-            await emit(tail)
-        if self._output.is_stopped:
-            reason = FinishReason.STOP
+    async def _finish(self, cached_tokens: int, emit: Emit) -> None:
+        reasons = [output.reason for output in self._outputs]
         usage = Usage(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._output.num_tokens,
+            completion_tokens=sum(len(output.token_ids) for output in self._outputs),
             cached_prompt_tokens=cached_tokens,
         )
         span = get_current_span()
         span.set_attribute(USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         span.set_attribute(USAGE_CACHED_TOKENS, usage.cached_prompt_tokens)
-        span.set_attribute(RESPONSE_FINISH_REASONS, [reason.value if reason else "unspecified"])
+        span.set_attribute(RESPONSE_FINISH_REASONS, [each.value if each else "unspecified" for each in reasons])
         self._is_finished = True
-        await emit(Finished(reason=reason, usage=usage, timings=self._progress.finished(reason)))
+        await emit(Finished(reason=reasons[0], usage=usage, timings=self._progress.finished(reasons[0])))
 
     def _describe(self, ticket: Ticket) -> None:
         """Attributes of the server's span."""

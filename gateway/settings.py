@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from baton.coordination.limits import ClassLimits
+from baton.core.generation import MAX_CHOICES
 from baton.core.settings import (
     ComponentSettings,
     ModelSettings,
@@ -136,6 +137,9 @@ class LimitSettings(Section):
         ge=0,
         le=10,
         description="Most times that a request is computed again because a worker was lost; then it fails",
+    )
+    max_choices: int = Field(
+        default=8, ge=1, le=MAX_CHOICES, description="Most outputs of one prompt that a request may ask for (its n)"
     )
     reserved_output_share: float = Field(
         default=1.0,

@@ -60,6 +60,7 @@ class GenerationRequest:
 
     request_id: str
     priority: int
+    num_choices: int
     prompt: Prompt
     echo: bool
     sampling: SamplingParams
@@ -89,16 +90,17 @@ class GenerationRequest:
         return StopRule(max_tokens=max_tokens, stop_token_ids=self.stop_token_ids, min_tokens=self.min_tokens)
 
 
-def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, *, new_seed: int) -> GenerationRequest:
+def validate_generate(
+    request: gateway_pb2.GenerateRequest, model: ServedModel, *, new_seed: int, max_choices: int
+) -> GenerationRequest:
     """Checks all that can be checked before tokenization. `new_seed` is used when the client gives none."""
     model.require_name(request.model)
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidArgumentError("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
-    if request.HasField("n") and request.n != 1:
-        raise OutOfRangeError("n", f"only one output of a prompt can be asked for, not {request.n}", limit=1)
     return GenerationRequest(
         request_id=request.request_id,
         priority=_priority(request.priority),
+        num_choices=_num_choices(request, max_choices),
         prompt=_prompt(request, model),
         echo=_echo(request),
         sampling=read_sampling(request.sampling, default_seed=new_seed, vocab_size=model.vocab_size),
@@ -109,6 +111,16 @@ def validate_generate(request: gateway_pb2.GenerateRequest, model: ServedModel, 
         stop_strings=_stop_strings(request.stop),
         stop_token_ids=_stop_token_ids(request.stop, model),
     )
+
+
+def _num_choices(request: gateway_pb2.GenerateRequest, limit: int) -> int:
+    if not request.HasField("n"):
+        return 1
+    if request.n == 0:
+        raise InvalidArgumentError("n", "must be at least 1; it is 0")
+    if request.n > limit:
+        raise OutOfRangeError("n", f"{request.n} is over the {limit} outputs that a prompt may have", limit=limit)
+    return request.n
 
 
 def _priority(priority: int) -> int:

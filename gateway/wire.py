@@ -84,7 +84,13 @@ def event_message(event: Event) -> gateway_pb2.GenerateResponse:
         return gateway_pb2.GenerateResponse(accepted=accepted_message(event))
     if isinstance(event, Delta):
         logprobs = [logprobs_message(each) for each in event.logprobs]
-        delta = gateway_pb2.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+        delta = gateway_pb2.Delta(
+            text=event.text,
+            token_ids=event.token_ids,
+            logprobs=logprobs,
+            choice=event.choice,
+            finish_reason=_reason(event.finish_reason),
+        )
         return gateway_pb2.GenerateResponse(delta=delta)
     if isinstance(event, ScoredPrompt):
         return gateway_pb2.GenerateResponse(scored_prompt=scored_prompt_message(event))
@@ -116,7 +122,7 @@ def finished_message(event: Finished) -> gateway_pb2.Finished:
     """The wire's form of a generation's end."""
     usage, timings = event.usage, event.timings
     return gateway_pb2.Finished(
-        reason=_REASONS[event.reason] if event.reason else common_pb2.FINISH_REASON_UNSPECIFIED,
+        reason=_reason(event.reason),
         usage=gateway_pb2.Usage(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -132,3 +138,7 @@ def finished_message(event: Finished) -> gateway_pb2.Finished:
             total_s=timings.total_s,
         ),
     )
+
+
+def _reason(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    return _REASONS[reason] if reason else common_pb2.FINISH_REASON_UNSPECIFIED

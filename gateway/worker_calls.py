@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-import grpc
-
-from baton.core.errors import (
-    DeadlineExceededError,
-    InternalError,
-    ResourceExhaustedError,
-    ServingError,
-    UnavailableError,
-)
-from baton.rpc.errors import from_call
+from baton.core.errors import ServingError, UnavailableError
 from baton.rpc.generation import logprob_options_message, read_logprobs, sampling_message, structure_message
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from gateway.events import ScoredPrompt
 from gateway.wire import fingerprint_message, read_finish_reason
+from gateway.worker_stream import WorkerStream, told_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from baton.core.generation import (
@@ -50,7 +42,8 @@ class Attempt:
     """One attempt at a request, all defaults filled in.
 
     The last `num_output_tokens` of `token_ids` are output that earlier attempts have produced; `stop` counts them.
-    `cache_salt` keeps prompts apart in prefill workers' caches.
+    `cache_salt` keeps prompts apart in prefill workers' caches. Of the request's outputs it makes those of `choices`;
+    `sampling` is the first one's, from which the others' follow.
     """
 
     attempt_id: str
@@ -62,6 +55,7 @@ class Attempt:
     structure: Structure | None
     cache_salt: str
     num_output_tokens: int = 0
+    choices: tuple[int, ...] = (0,)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -69,15 +63,29 @@ class Attempt:
         return len(self.token_ids) - self.num_output_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
-    """A prefill's result. `kv` goes to the decode worker as it is; None when the first token was the last."""
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of a choice in order, its next positions; `logprobs` for each, or none.
 
-    token_id: int
-    kv: kv_transfer_pb2.KvDescriptor | None
+    `finish_reason` is set when they are its last.
+    """
+
+    choice: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDone:
+    """A prefill's result: the first token of each choice, in order.
+
+    `kv` goes to the decode worker as it is; None when no choice goes on after its first token.
+    """
+
+    first_tokens: tuple[NewTokens, ...]
+    kv: kv_transfer_pb2.KvDescriptor | None
     cached_tokens: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +104,8 @@ class Handover:
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens in order, the next positions of the sequence; `logprobs` for each, or none."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeEnd:
-    """The generation ended by a token or by its length."""
+    """Every choice ended by a token or by its length, the last one for `reason`."""
 
     reason: FinishReason | None
 
@@ -134,20 +134,24 @@ class WorkerCalls:
             structure=structure_message(attempt.structure),
             num_output_tokens=attempt.num_output_tokens,
             cache_salt=attempt.cache_salt,
+            num_choices=len(attempt.choices),
         )
-        return PrefillCall(_WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
+        return PrefillCall(WorkerStream(stub.Prefill(request, timeout=timeout_s), worker), attempt)
 
     def decode(
-        self, worker: WorkerRecord, attempt: Attempt, cache: FirstToken | GrowingCache, timeout_s: float
+        self, worker: WorkerRecord, attempt: Attempt, cache: PromptDone | GrowingCache, timeout_s: float
     ) -> DecodeCall:
         """A call that takes the KV cache over and generates. It begins at once, before anything is read of it."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
         num_prompt_tokens = attempt.num_prompt_tokens
+        first_ids = [each.ids[0] for each in cache.first_tokens] if isinstance(cache, PromptDone) else [0]
         request = decode_pb2.DecodeRequest(
             attempt_id=attempt.attempt_id,
             fingerprint=fingerprint_message(attempt.fingerprint),
             kv=cache.kv,
-            first_token_id=cache.token_id if isinstance(cache, FirstToken) else 0,
+            first_token_id=first_ids[0],
+            other_first_token_ids=first_ids[1:],
+            num_choices=len(attempt.choices),
             sampling=sampling_message(attempt.sampling),
             max_tokens=attempt.stop.max_tokens,
             stop_token_ids=sorted(attempt.stop.stop_token_ids),
@@ -157,52 +161,13 @@ class WorkerCalls:
             top_logprobs=attempt.logprobs.output_top,
             structure=structure_message(attempt.structure),
         )
-        return DecodeCall(_WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt)
-
-
-class _WorkerStream:
-    """One response stream of one worker."""
-
-    def __init__(self, call: Any, worker: WorkerRecord) -> None:
-        self._call = call
-        self._worker = worker
-
-    async def read(self) -> Any:
-        """The next response; None at a good end. A ServingError when the worker failed, refused or vanished."""
-        with _told_by(self._worker):
-            response = await self._call.read()
-        return None if response is grpc.aio.EOF else response
-
-    async def end(self) -> None:
-        """Reads what is left, so that the call ends with its own status and not with our cancellation."""
-        while await self.read() is not None:
-            pass
-
-    def fault(self, description: str) -> InternalError:
-        """The error for a stream that breaks the contract."""
-        return InternalError(
-            f"{_name(self._worker)} {description}",
-            reason="WORKER_PROTOCOL",
-            metadata={"worker_id": self._worker.worker_id},
-        )
-
-    def cut_short(self) -> UnavailableError:
-        """The error for a stream that ended before its last event."""
-        return UnavailableError(
-            f"{_name(self._worker)} ended its stream too early",
-            reason="WORKER_LOST",
-            metadata={"worker_id": self._worker.worker_id},
-        )
-
-    def cancel(self) -> None:
-        """Cancels the call; without effect when it has ended."""
-        self._call.cancel()
+        return DecodeCall(WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt, stub)
 
 
 class _WorkerCall:
     """A stream that is cancelled when its block is left."""
 
-    def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
+    def __init__(self, stream: WorkerStream, attempt: Attempt) -> None:
         self._stream = stream
         self._attempt = attempt
 
@@ -232,13 +197,13 @@ class _WorkerCall:
 
 
 class PrefillCall(_WorkerCall):
-    """One prefill: `next` until a `FirstToken`, then `released`."""
+    """One prefill: `next` until a `PromptDone`, then `released`."""
 
-    def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
+    def __init__(self, stream: WorkerStream, attempt: Attempt) -> None:
         super().__init__(stream, attempt)
         self._next_scored = 1
 
-    async def next(self) -> ScoredPrompt | GrowingCache | FirstToken:
+    async def next(self) -> ScoredPrompt | GrowingCache | PromptDone:
         """Waits for the next part of the prompt that was scored, its first chunk, or the end of its computation."""
         while (response := await self._stream.read()) is not None:
             # Events that this version does not know are passed over.
@@ -256,25 +221,30 @@ class PrefillCall(_WorkerCall):
         """Waits until the worker's blocks are free and the call has ended."""
         await self._stream.end()
 
-    def _checked(self, first: prefill_pb2.FirstToken) -> FirstToken:
+    def _checked(self, first: prefill_pb2.FirstToken) -> PromptDone:
         kv = first.kv if first.HasField("kv") else None
         if kv is not None and kv.num_tokens != len(self._attempt.token_ids):
             raise self._stream.fault(
                 f"holds {kv.num_tokens} positions of a prompt of {len(self._attempt.token_ids)} tokens"
             )
-        reason = read_finish_reason(first.finish_reason)
-        if kv is not None and reason is not None:
+        messages: list[prefill_pb2.FirstToken | prefill_pb2.OtherFirstToken] = [first, *first.other_choices]
+        if len(messages) != len(self._attempt.choices):
+            raise self._stream.fault(f"chose {len(messages)} first tokens, expected {len(self._attempt.choices)}")
+        first_tokens = tuple(
+            NewTokens(
+                choice,
+                (each.token_id,),
+                self._logprobs(1, [each.logprobs] if each.HasField("logprobs") else []),
+                read_finish_reason(each.finish_reason),
+            )
+            for choice, each in zip(self._attempt.choices, messages, strict=True)
+        )
+        if kv is not None and all(each.finish_reason is not None for each in first_tokens):
             raise self._stream.fault("kept a KV cache though the first token was the last")
         num_scored = len(self._attempt.token_ids) if self._attempt.logprobs.prompt_top is not None else 1
         if self._next_scored != num_scored:
             raise self._stream.fault(f"scored {self._next_scored} positions of the prompt, expected {num_scored}")
-        return FirstToken(
-            token_id=first.token_id,
-            kv=kv,
-            finish_reason=reason,
-            cached_tokens=first.cached_tokens,
-            logprobs=self._logprobs(1, [first.logprobs] if first.HasField("logprobs") else []),
-        )
+        return PromptDone(first_tokens=first_tokens, kv=kv, cached_tokens=first.cached_tokens)
 
     def _scored(self, scored: prefill_pb2.PromptLogprobs) -> ScoredPrompt:
         first, end = self._next_scored, self._next_scored + len(scored.logprobs)
@@ -289,14 +259,14 @@ class PrefillCall(_WorkerCall):
 
 
 class DecodeCall(_WorkerCall):
-    """One decode: `handover`, then `next` until a `DecodeEnd`."""
+    """One decode: `handover`, then `next` until a `DecodeEnd`; meanwhile `end_choice`."""
 
-    def __init__(self, stream: _WorkerStream, attempt: Attempt) -> None:
+    def __init__(self, stream: WorkerStream, attempt: Attempt, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
         super().__init__(stream, attempt)
+        self._stub = stub
         # The first token has the position after the prompt; the decode worker begins with the one after that.
-        self._next_position = len(attempt.token_ids) + 1
+        self._next_positions = [len(attempt.token_ids) + 1] * len(attempt.choices)
         self._end_position = attempt.num_prompt_tokens + attempt.stop.max_tokens
-        self._end: DecodeEnd | None = None
 
     async def handover(self) -> Handover:
         """Waits until the worker has the KV cache."""
@@ -307,19 +277,22 @@ class DecodeCall(_WorkerCall):
 
     async def next(self) -> DecodeEvent:
         """Waits for the next event after the handover. Nothing may be asked for after a `DecodeEnd`."""
-        try:
-            kind, event = await self._event()
-            if kind == "tokens":
-                return self._tokens(event)
-            if kind == "finished":
-                self._end = DecodeEnd(read_finish_reason(event.reason))
+        kind, event = await self._event()
+        if kind == "tokens":
+            return self._tokens(event)
+        if kind == "finished":
+            with suppress(UnavailableError):  # nothing is missing
                 await self._stream.end()
-                return self._end
-        except UnavailableError:
-            if self._end is not None:  # nothing was missing but the news that its blocks are free
-                return self._end
-            raise
+            return DecodeEnd(read_finish_reason(event.reason))
         raise self._stream.fault("took the KV cache over twice")
+
+    async def end_choice(self, choice: int) -> None:
+        """Lets the worker free what one choice holds, whose rest nobody wants; after the handover. Waits a second."""
+        request = decode_pb2.EndChoiceRequest(
+            attempt_id=self._attempt.attempt_id, choice=self._attempt.choices.index(choice)
+        )
+        with told_by(self._stream.worker):
+            await self._stub.EndChoice(request, timeout=_END_WAIT_S)
 
     async def _event(self) -> tuple[str, Any]:
         while (response := await self._stream.read()) is not None:
@@ -329,58 +302,18 @@ class DecodeCall(_WorkerCall):
         raise self._stream.cut_short()
 
     def _tokens(self, tokens: decode_pb2.DecodedTokens) -> NewTokens:
-        if tokens.first_position != self._next_position:
-            raise self._stream.fault(
-                f"sent tokens from position {tokens.first_position}, expected {self._next_position}"
-            )
-        self._next_position += len(tokens.ids)
-        if self._next_position > self._end_position:
+        choices = self._attempt.choices
+        if tokens.choice >= len(choices):
+            raise self._stream.fault(f"sent tokens of choice {tokens.choice}, there are {len(choices)}")
+        expected = self._next_positions[tokens.choice]
+        if tokens.first_position != expected:
+            raise self._stream.fault(f"sent tokens from position {tokens.first_position}, expected {expected}")
+        self._next_positions[tokens.choice] += len(tokens.ids)
+        if self._next_positions[tokens.choice] > self._end_position:
             raise self._stream.fault(f"generated more than {self._attempt.stop.max_tokens} tokens")
-        if (reason := read_finish_reason(tokens.finish_reason)) is not None:
-            self._end = DecodeEnd(reason)
-        return NewTokens(tuple(tokens.ids), self._logprobs(len(tokens.ids), tokens.logprobs))
-
-
-@contextmanager
-def _told_by(worker: WorkerRecord) -> Iterator[None]:
-    """Turns the failure of a call into an error that the client of the gateway can use."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _seen_by_client(from_call(error), worker) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # grpc.aio raises this for a call that was ended by the other side, or by its closed channel.
-        raise _lost(worker, "cancelled the call") from error
-
-
-def _seen_by_client(error: ServingError, worker: WorkerRecord) -> ServingError:
-    """A worker's refusal is not the client's fault: its request was valid, and another try may meet another worker."""
-    if isinstance(error, DeadlineExceededError):
-        return DeadlineExceededError(f"{_name(worker)}: {error.message}", reason=error.reason)
-    if isinstance(error, ResourceExhaustedError):
-        return ResourceExhaustedError(
-            f"{_name(worker)}: {error.message}",
-            reason=error.reason,
-            retry_after_s=error.retry_after_s,
-            metadata=error.metadata,
+        return NewTokens(
+            choices[tokens.choice],
+            tuple(tokens.ids),
+            self._logprobs(len(tokens.ids), tokens.logprobs),
+            read_finish_reason(tokens.finish_reason),
         )
-    if isinstance(error, InternalError):
-        return InternalError(
-            f"{_name(worker)}: {error.message}", reason=error.reason, metadata={"worker_id": worker.worker_id}
-        )
-    return _lost(worker, error.message, reason=error.reason)
-
-
-def _lost(worker: WorkerRecord, message: str, *, reason: str = "") -> UnavailableError:
-    return UnavailableError(
-        f"{_name(worker)}: {message}",
-        reason="WORKER_LOST",
-        metadata={"worker_id": worker.worker_id, **({"worker_reason": reason} if reason else {})},
-    )
-
-
-def _name(worker: WorkerRecord) -> str:
-    return f"{worker.role.value} worker {worker.worker_id}"

@@ -161,7 +161,7 @@ class KVDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """More of a growing cache may be read: its next blocks. With the last ones comes the prompt's first token."""
+    """More of a growing cache may be read: its next blocks. With the last ones come the first tokens, one a choice."""
 
     block_ids: tuple[int, ...]
-    first_token_id: int | None = None
+    first_token_ids: tuple[int, ...] = ()

@@ -101,13 +101,18 @@ def descriptor_from_proto(message: kv_transfer_pb2.KvDescriptor, field: str = "k
 
 def growth_to_proto(growth: Growth) -> kv_transfer_pb2.FollowLeaseResponse:
     """The growth's message."""
-    return kv_transfer_pb2.FollowLeaseResponse(block_ids=growth.block_ids, first_token_id=growth.first_token_id)
+    message = kv_transfer_pb2.FollowLeaseResponse(block_ids=growth.block_ids)
+    if growth.first_token_ids:
+        message.first_token_id, *others = growth.first_token_ids
+        message.other_first_token_ids.extend(others)
+    return message
 
 
 def growth_from_proto(message: kv_transfer_pb2.FollowLeaseResponse) -> Growth:
     """What a source says of a growing cache."""
-    first_token_id = message.first_token_id if message.HasField("first_token_id") else None
-    return Growth(tuple(message.block_ids), first_token_id)
+    is_last = message.HasField("first_token_id")
+    first_token_ids = (message.first_token_id, *message.other_first_token_ids) if is_last else ()
+    return Growth(tuple(message.block_ids), first_token_ids)
 
 
 def layout_to_proto(layout: KVLayout) -> kv_transfer_pb2.KvLayout:

@@ -17,6 +17,7 @@ from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.lease import LeaseOutcome
 from prefill_worker.messages import (
     CacheGrown,
+    FirstToken,
     HeldCache,
     PromptDone,
     PromptScored,
@@ -29,6 +30,8 @@ from prefill_worker.messages import (
 from prefill_worker.scheduler import Prefill
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.core.clock import Clock
     from baton.engine.batch import BatchPlan, StepOutput
     from baton.structure.compiler import StructureCompiler
@@ -103,24 +106,24 @@ class PrefillCore:
             assert token_id is not None, f"{prefill.attempt_id}: a prompt's last chunk without a token"
             submit = self._attempts[prefill.attempt_id]
             try:
-                reason = take_token(prefill.rules, submit.stop, token_id, submit.num_output_tokens + 1)
+                token_ids = [token_id, *output.other_tokens.get(submit.attempt_id, ())]
+                first_tokens = self._take_first(submit, prefill.rules, token_ids, output)
             except ServingError as error:
                 self._end(Failed(attempt_id=prefill.attempt_id, error=error))
                 continue
+            is_over = all(each.finish_reason is not None for each in first_tokens)
             self._events.append(
                 PromptDone(
                     attempt_id=prefill.attempt_id,
-                    token_id=token_id,
-                    finish_reason=reason,
+                    first_tokens=first_tokens,
                     compute_s=self._clock.monotonic_s() - prefill.started_s,
                     num_chunks=prefill.num_chunks,
                     num_cached_tokens=prefill.num_cached_tokens,
-                    cache=None if reason is not None else self._hold(submit.lease_id, prefill),
-                    logprobs=output.logprobs.get(prefill.attempt_id),
+                    cache=None if is_over else self._hold(submit.lease_id, prefill),
                 )
             )
             given_up = self._given_up.get(prefill.attempt_id)
-            if reason is not None or given_up is not None:
+            if is_over or given_up is not None:
                 outcome = None if given_up is None else given_up.outcome
                 self._end(Released(attempt_id=prefill.attempt_id, outcome=outcome))
 
@@ -180,17 +183,7 @@ class PrefillCore:
     def _submit(self, command: Submit) -> None:
         assert command.attempt_id not in self._attempts, f"{command.attempt_id} is here already"
         try:
-            matcher = None
-            if command.structure is not None:
-                assert self._structures is not None, "the service takes no structures"
-                matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
-            rules = TokenRules.start(
-                command.sampling,
-                command.stop,
-                prompt_ids=command.token_ids[: command.num_prompt_tokens],
-                output_ids=command.token_ids[command.num_prompt_tokens :],
-                matcher=matcher,
-            )
+            rules = self._rules(command)
         except ServingError as error:
             self._events.append(Failed(attempt_id=command.attempt_id, error=error))
             return
@@ -204,8 +197,34 @@ class PrefillCore:
                 rules=rules,
                 logprobs=command.logprobs,
                 cache_salt=command.cache_salt,
+                num_choices=command.num_choices,
             )
         )
+
+    def _rules(self, command: Submit) -> TokenRules | None:
+        """By what an output's first token is chosen."""
+        matcher = None
+        if command.structure is not None:
+            assert self._structures is not None, "the service takes no structures"
+            matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
+        return TokenRules.start(
+            command.sampling,
+            command.stop,
+            prompt_ids=command.token_ids[: command.num_prompt_tokens],
+            output_ids=command.token_ids[command.num_prompt_tokens :],
+            matcher=matcher,
+        )
+
+    def _take_first(
+        self, submit: Submit, rules: TokenRules | None, token_ids: Sequence[int], output: StepOutput
+    ) -> tuple[FirstToken, ...]:
+        """What the first token of each choice makes of it; `rules` are the first's. Raises as `take_token` does."""
+        first_tokens = []
+        for choice, token_id in enumerate(token_ids):
+            of_choice = self._rules(submit) if choice else rules
+            reason = take_token(of_choice, submit.stop, token_id, submit.num_output_tokens + 1)
+            first_tokens.append(FirstToken(token_id, reason, output.logprobs.get((submit.attempt_id, choice))))
+        return tuple(first_tokens)
 
     def _tell_scores(self, plan: BatchPlan, output: StepOutput) -> None:
         for piece in plan.slices:

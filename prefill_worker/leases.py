@@ -40,9 +40,10 @@ class LiveLeases:
         """Follows the engine's events."""
         for event in batch.events:
             if isinstance(event, CacheGrown):
-                self._grow(event.attempt_id, event.cache, None)
+                self._grow(event.attempt_id, event.cache, ())
             elif isinstance(event, PromptDone) and event.cache is not None:
-                self._grow(event.attempt_id, event.cache, event.token_id)
+                first_token_ids = tuple(each.token_id for each in event.first_tokens)
+                self._grow(event.attempt_id, event.cache, first_token_ids)
             elif isinstance(event, Released | Failed):
                 self._forget(event)
 
@@ -71,11 +72,11 @@ class LiveLeases:
         while True:
             live = self._find(lease_id, pair)
             # All of one moment: it goes on while the follower is told.
-            news, more, first_token_id = live.news, live.cache.block_ids[num_told:], live.first_token_id
-            if more or first_token_id is not None:
-                yield Growth(more, first_token_id)
+            news, more, first_token_ids = live.news, live.cache.block_ids[num_told:], live.first_token_ids
+            if more or first_token_ids:
+                yield Growth(more, first_token_ids)
                 num_told += len(more)
-            if first_token_id is not None:
+            if first_token_ids:
                 return
             await news.wait()
 
@@ -87,10 +88,10 @@ class LiveLeases:
             raise LeaseNotFoundError(f"lease {lease_id} has ended")
         return live
 
-    def _grow(self, attempt_id: str, cache: HeldCache, first_token_id: int | None) -> None:
+    def _grow(self, attempt_id: str, cache: HeldCache, first_token_ids: tuple[int, ...]) -> None:
         self._lease_of[attempt_id] = cache.lease_id
         live = self._live.setdefault(cache.lease_id, _Live(cache=cache))
-        live.cache, live.first_token_id = cache, first_token_id
+        live.cache, live.first_token_ids = cache, first_token_ids
         live.tell()
 
     def _forget(self, event: Released | Failed) -> None:
@@ -106,7 +107,7 @@ class _Live:
     """`news` is set, and replaced, at each change. `pair`: whose the lease is, once somebody has named it."""
 
     cache: HeldCache
-    first_token_id: int | None = None
+    first_token_ids: tuple[int, ...] = ()
     pair: str | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -35,6 +35,7 @@ class Submit:
     structure: Structure | None = None
     num_output_tokens: int = 0
     cache_salt: str = ""
+    num_choices: int = 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -96,19 +97,26 @@ class CacheGrown:
     is_new: bool
 
 
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of one output; `finish_reason` is set when it is the last too."""
+
+    token_id: int
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDone:
-    """The prompt is computed and the first token chosen. `cache` is None when that token is the last."""
+    """The prompt is computed and the first token of each choice known. `cache` is None when none goes on after its."""
 
     is_last: ClassVar[bool] = False
     attempt_id: str
-    token_id: int
-    finish_reason: FinishReason | None
+    first_tokens: tuple[FirstToken, ...]
     compute_s: float
     num_chunks: int
     num_cached_tokens: int
     cache: HeldCache | None
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ class Prefill:
     rules: TokenRules | None = None
     logprobs: LogprobOptions = NO_LOGPROBS
     cache_salt: str = ""
+    num_choices: int = 1
     started_s: float = 0.0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -293,6 +294,7 @@ class PrefillScheduler:
             rules=prefill.rules,
             top_logprobs=prefill.logprobs.output_top,
             scored=_scored(prefill, start, end),
+            num_choices=prefill.num_choices,
         )
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.worker.description import WorkerDescription
     from baton.worker.engine_client import EngineClient
     from baton.worker.life import WorkerLife
-    from prefill_worker.messages import HeldCache, PrefillEvent
+    from prefill_worker.messages import FirstToken, HeldCache, PrefillEvent
     from prefill_worker.settings import PrefillWorkerSettings
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -117,6 +117,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             structure=requests.read_structure(request, facts),
             num_output_tokens=request.num_output_tokens,
             cache_salt=_read_salt(request.cache_salt),
+            num_choices=requests.read_num_choices(request),
         )
 
     def _respond(self, event: PrefillEvent, submit: Submit) -> prefill_pb2.PrefillResponse:
@@ -156,19 +157,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if self._settings.prefix_cache and submit.logprobs.prompt_top is None:
             self._instruments.prefix_cache_queried_tokens.inc(num_tokens)
             self._instruments.prefix_cache_hit_tokens.inc(done.num_cached_tokens)
-        self._instruments.generation_tokens.inc()
+        self._instruments.generation_tokens.inc(len(done.first_tokens))
 
     def _first_token(self, done: PromptDone, num_tokens: int) -> prefill_pb2.FirstToken:
         message = prefill_pb2.FirstToken(
-            token_id=done.token_id,
             compute_s=done.compute_s,
             num_chunks=done.num_chunks,
             cached_tokens=done.num_cached_tokens,
         )
-        if done.finish_reason is not None:
-            message.finish_reason = _REASONS[done.finish_reason]
-        if done.logprobs is not None:
-            message.logprobs.CopyFrom(logprobs_message(done.logprobs))
+        for choice, first in enumerate(done.first_tokens):
+            _write_first_token(first, message.other_choices.add() if choice else message)
         if done.cache is not None:
             descriptor = self._descriptor(done.cache, num_tokens)
             message.kv.CopyFrom(wire.descriptor_to_proto(replace(descriptor, block_ids=done.cache.block_ids)))
@@ -187,6 +185,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             num_tokens=num_tokens,
             lease_s=self._settings.lease.lease_s,
         )
+
+
+def _write_first_token(first: FirstToken, message: prefill_pb2.FirstToken | prefill_pb2.OtherFirstToken) -> None:
+    message.token_id = first.token_id
+    if first.finish_reason is not None:
+        message.finish_reason = _REASONS[first.finish_reason]
+    if first.logprobs is not None:
+        message.logprobs.CopyFrom(logprobs_message(first.logprobs))
 
 
 def _read_salt(salt: str) -> str:

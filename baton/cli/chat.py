@@ -45,7 +45,7 @@ class Conversation:
         request.messages.extend([*self._turns, turn])
         answer: list[str] = []
 
-        def take(piece: str) -> None:
+        def take(piece: str, _choice: int) -> None:
             answer.append(piece)
             write(piece)
 

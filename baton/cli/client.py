@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from baton.v1.common_pb2 import TokenLogprobs
     from baton.v1.gateway_pb2 import Usage
 
-    # Which part, "prompt" or "answer", its next token ids, and one for each of them.
+    # Which part, "prompt", "answer" or "answer 2", its next token ids, and one for each of them.
     Score = Callable[[str, Iterable[int], Iterable[TokenLogprobs]], None]
+    # Text of an answer and which one, counted from 0.
+    Write = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +48,9 @@ class GatewayClient:
         self._stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(channel)
 
     async def stream(
-        self, request: gateway_pb2.GenerateRequest, write: Callable[[str], None], score: Score | None = None
+        self, request: gateway_pb2.GenerateRequest, write: Write, score: Score | None = None
     ) -> AnswerStats:
-        """Hands the answer's text to `write` as it comes. Cancelling this ends the generation.
+        """Hands the answers' text to `write` as it comes. Cancelling this ends the generation.
 
         `score` gets the tokens and log-probabilities of prompt and answer, where the request asks for them.
         """
@@ -64,9 +66,12 @@ class GatewayClient:
                     if first_s:
                         num_after_first += len(event.delta.token_ids)
                     first_s = first_s or last_s
-                    write(event.delta.text)
+                    choice = event.delta.choice
+                    write(event.delta.text, choice)
                     if score is not None:
-                        score("answer", event.delta.token_ids, event.delta.logprobs)
+                        score(
+                            f"answer {choice + 1}" if choice else "answer", event.delta.token_ids, event.delta.logprobs
+                        )
                 elif event.HasField("scored_prompt") and score is not None:
                     score("prompt", event.scored_prompt.token_ids, event.scored_prompt.logprobs)
                 elif event.HasField("finished"):

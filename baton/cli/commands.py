@@ -17,7 +17,7 @@ from baton.cli.chat import chat as run_chat
 from baton.cli.ending import EXIT_BROKEN_PIPE, EXIT_FAILURE, EXIT_INTERRUPTED, discard_output
 from baton.cli.generate import generate as run_generate
 from baton.cli.generate import read_prompt, set_input
-from baton.cli.request_flags import DEFAULT_ADDRESS, UINT64_MAX, Address, RequestFlags, takes_request_flags
+from baton.cli.request_flags import DEFAULT_ADDRESS, UINT32_MAX, UINT64_MAX, Address, RequestFlags, takes_request_flags
 from baton.cli.status import show_status
 from baton.core.clock import SystemClock
 from baton.core.errors import ServingError, StartupError
@@ -97,7 +97,7 @@ def chat(flags: RequestFlags) -> None:
 
 @app.command()
 @takes_request_flags
-def generate(
+def generate(  # noqa: PLR0913 flags of the command
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     flags: RequestFlags,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -106,6 +106,10 @@ def generate(
         typer.Option(min=0, help="Show each token's log-probability and those of the N likeliest on standard error."),
     ] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(min=0, help="The same for the tokens of the prompt.")] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", min=1, max=UINT32_MAX, help="How many answers; each of several is under its number."),
+    ] = None,
 ) -> None:
     """Answer one prompt. Standard output gets the answer's text and nothing else."""
     if raw and flags.system is not None:
@@ -114,6 +118,8 @@ def generate(
         request = flags.request()
         if logprobs is not None:
             request.logprobs.output_top = logprobs
+        if n is not None:
+            request.n = n
         if prompt_logprobs is not None:
             request.logprobs.prompt_top = prompt_logprobs
         set_input(request, read_prompt(prompt, sys.stdin), raw=raw, system=flags.system)

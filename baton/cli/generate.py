@@ -46,25 +46,42 @@ def set_input(request: GenerateRequest, prompt: str, *, raw: bool, system: str |
 async def generate(address: str, request: GenerateRequest, stdout: TextIO, stderr: TextIO) -> None:
     """Streams the answer to `stdout` and ends it with a newline. ServingError when it fails.
 
-    Log-probabilities that were asked for go to `stderr` afterwards, a line for each token.
+    Of several the first is streamed and the others follow, each under a line with its number. Log-probabilities that
+    were asked for go to `stderr` afterwards, a line for each token.
     """
     clean = printable if stdout.isatty() else str
     last = ""
+    others: dict[int, list[str]] = {choice: [] for choice in range(1, request.n)}
     scores: list[str] = []
 
-    def write(text: str) -> None:
+    def put(text: str) -> None:
         nonlocal last
         last = text or last
         stdout.write(clean(text))
         stdout.flush()
 
+    def write(text: str, choice: int) -> None:
+        if choice:
+            others[choice].append(text)
+        else:
+            put(text)
+
     def score(where: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
         scores.extend(_describe(where, token_id, each) for token_id, each in zip(token_ids, logprobs, strict=False))
 
+    def end_line() -> None:
+        if not last.endswith("\n"):
+            put("\n")
+
+    if others:
+        put("--- 1 ---\n")
     async with connect(address) as client:
         await client.stream(request, write, score)
-    if not last.endswith("\n"):
-        write("\n")
+    end_line()
+    for choice, texts in others.items():
+        put(f"--- {choice + 1} ---\n")
+        put("".join(texts))
+        end_line()
     for line in scores:
         print(line, file=stderr)
 

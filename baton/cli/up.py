@@ -76,7 +76,7 @@ async def _demonstrate(address: str, board: Board) -> None:
     try:
         write(f"\nyou> {DEMO_PROMPT}\n")
         async with connect(address) as client:
-            stats = await client.stream(request, write)
+            stats = await client.stream(request, lambda text, _: write(text))
         write(f"\n\n({stats})\n\n")
     except ServingError as error:
         board.note(f"\nthe sample chat failed: {error.message}")

@@ -130,6 +130,7 @@ class Place:
                     "id": route.decode_id,
                     "incarnation": grant.decode.incarnation,
                     "blocks": route.decode_blocks,
+                    "seqs": self.ticket.num_choices,
                     "tokens": 0,
                     "held": True,
                 },

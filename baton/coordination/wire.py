@@ -64,19 +64,23 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Credit that is kept free for one ticket: other grants leave it alone."""
+    """Credit that is kept free for one ticket of so many choices: other grants leave it alone."""
 
     attempt_id: str
     route: Route
+    num_choices: int = 1
 
     def hide_from(self, views: Sequence[WorkerView]) -> list[WorkerView]:
         """The workers as other tickets see them: what is kept is taken."""
-        kept = {self.route.prefill_id: self.route.prefill_blocks, self.route.decode_id: self.route.decode_blocks}
+        kept = {
+            self.route.prefill_id: (self.route.prefill_blocks, 1),
+            self.route.decode_id: (self.route.decode_blocks, self.num_choices),
+        }
         return [
             replace(
                 view,
-                granted_blocks=view.granted_blocks + kept[view.record.worker_id],
-                granted_seqs=view.granted_seqs + 1,
+                granted_blocks=view.granted_blocks + kept[view.record.worker_id][0],
+                granted_seqs=view.granted_seqs + kept[view.record.worker_id][1],
             )
             if view.record.worker_id in kept
             else view
@@ -117,6 +121,7 @@ def encode_ticket(ticket: Ticket, gateway_id: str) -> dict[str, Any]:
         "class": ticket.queue_class,
         "prompt_tokens": ticket.prompt_tokens,
         "max_tokens": ticket.max_tokens,
+        "num_choices": ticket.num_choices,
         "tenant": ticket.tenant,
         "priority": ticket.priority,
         "gateway": gateway_id,
@@ -165,6 +170,7 @@ def _decode_reservation(raw: str) -> Reservation:
             prefill_blocks=int(fields["prefill"]["blocks"]),
             decode_blocks=int(fields["decode"]["blocks"]),
         ),
+        num_choices=int(fields["decode"].get("seqs", 1)),
     )
 
 
@@ -178,6 +184,7 @@ def _decode_head(row: Sequence[Any]) -> Head:
             queue_class=fields["class"],
             prompt_tokens=int(fields["prompt_tokens"]),
             max_tokens=int(fields["max_tokens"]),
+            num_choices=int(fields.get("num_choices", 1)),
             tenant=fields["tenant"],
             priority=int(fields["priority"]),
             avoids=frozenset(fields.get("avoids", ())),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from enum import Enum
+
+# More outputs of one prompt than this cannot be allowed by any setting.
+MAX_CHOICES = 128
 
 
 class FinishReason(Enum):
@@ -36,6 +40,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0.0
+
+    def of_choice(self, choice: int) -> SamplingParams:
+        """The parameters of one of several outputs for a prompt: each follows a random stream of its own.
+
+        The first has the request's; those of the others follow from its seed.
+        """
+        if choice == 0:
+            return self
+        digest = hashlib.blake2b(b"%d/%d" % (self.seed, choice), digest_size=8).digest()
+        return replace(self, seed=int.from_bytes(digest, "big"))
 
     @property
     def penalizes_prompt(self) -> bool:

@@ -65,3 +65,9 @@ class KVLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
+
+
+def blocks_of_choices(num_prompt_tokens: int, num_output_tokens: int, num_choices: int, block_size: int) -> int:
+    """Blocks of a prompt with several outputs of so many tokens each: they share those that the prompt fills."""
+    num_shared = num_prompt_tokens // block_size
+    return num_shared + num_choices * (-(-(num_prompt_tokens + num_output_tokens) // block_size) - num_shared)

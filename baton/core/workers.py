@@ -30,10 +30,10 @@ class WorkerState(Enum):
 class WorkerRecord:
     """One worker as it describes itself in a heartbeat.
 
-    `num_blocks` is the whole KV pool, `max_num_seqs` the most requests at a time. The other numbers are gauges
-    for people; credit is counted by grants, not by them. `converts_dtype`: a decode worker that takes KV caches of
-    another element type, or of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps what
-    it has computed for later prompts.
+    `num_blocks` is the whole KV pool, `max_num_seqs` the most prompts or outputs at a time. The other numbers are
+    gauges for people; credit is counted by grants, not by them. `converts_dtype`: a decode worker that takes KV caches
+    of another element type, or of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps
+    what it has computed for later prompts.
     """
 
     worker_id: str
@@ -83,6 +83,7 @@ class Ticket:
     """A request's place in the queue. Holds no prompt.
 
     Tenants of a class take turns; `priority` (-10 to 10, higher first) orders the tickets of one tenant only.
+    It takes the memory of the prompt once and of each of `num_choices` outputs of `max_tokens`.
     `max_wait_s` is how long it can wait for workers: it is refused when it would wait longer, and dropped when it has.
     `avoids` has the lives of workers (incarnations) that failed an earlier attempt at the request. `cached` has, by
     life, how many of the prompt's tokens a prefill worker should have computed already.
@@ -93,6 +94,7 @@ class Ticket:
     queue_class: str
     prompt_tokens: int
     max_tokens: int
+    num_choices: int = 1
     tenant: str = "default"
     priority: int = 0
     max_wait_s: float | None = None
@@ -108,7 +110,8 @@ class Ticket:
 class Route:
     """Which pair serves a ticket, and the credit that it takes: blocks on each side.
 
-    `prefill_tokens` is what the prefill worker is expected to compute.
+    `prefill_tokens` is what the prefill worker is expected to compute. On the decode side it takes a sequence slot for
+    each of the ticket's choices.
     """
 
     prefill_id: str

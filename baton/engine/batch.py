@@ -37,6 +37,10 @@ class SequenceSlice:
     `sampling` is None where no token follows this slice (every chunk of a prompt but its last). `rules` belong to
     the sequence, stand at its last token when the slice samples, and are None where it asks for none.
 
+    Of several outputs of one prompt, each is a sequence with the same `attempt_id` and a `choice` of its own. The
+    prompt's last chunk samples the first tokens of `num_choices` of them, all by the same rules: this choice's by
+    `sampling`, and those of the following ones by what `sampling` is for them.
+
     `top_logprobs` asks for the log-probabilities of the sampled token and of so many of the most likely ones;
     `scored` for those of the prompt.
     """
@@ -49,6 +53,8 @@ class SequenceSlice:
     rules: TokenRules | None = None
     top_logprobs: int | None = None
     scored: ScoredIds | None = None
+    choice: int = 0
+    num_choices: int = 1
 
     @property
     def end_position(self) -> int:
@@ -84,10 +90,12 @@ class BatchPlan:
 class StepOutput:
     """What came of a step: for each slice the token sampled after it, None where it does not sample.
 
-    `logprobs` has those of the sampled tokens and `prompt_logprobs` those of `ScoredIds`, by attempt and only where
-    they were asked for.
+    `other_tokens` has the first tokens of the choices after the slice's own, by attempt and only where there are any.
+    `logprobs` has those of the sampled tokens, by attempt and choice, and `prompt_logprobs` those of `ScoredIds`, by
+    attempt; both only where they were asked for.
     """
 
     tokens: Sequence[int | None]
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    other_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    logprobs: Mapping[tuple[str, int], TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)

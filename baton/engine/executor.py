@@ -13,8 +13,9 @@ from baton.engine.batch import StepOutput
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from baton.core.generation import SamplingParams
     from baton.core.model import KVLayout
-    from baton.engine.batch import BatchPlan
+    from baton.engine.batch import BatchPlan, SequenceSlice
 
 
 class Executor(Protocol):
@@ -104,21 +105,22 @@ class ScriptedExecutor:
         self.plans.append(plan)
         if pause is not None:
             pause()
-        tokens: list[int | None] = []
-        for piece in plan.slices:
-            if piece.sampling is None:
-                tokens.append(None)
-            elif self._next_token is not None:
-                tokens.append(self._next_token(piece.token_ids[-1], piece.end_position))
-            else:
-                seed = 0 if piece.sampling.is_greedy else piece.sampling.seed
-                tokens.append(scripted_token(piece.token_ids[-1], piece.end_position, seed, self.vocab_size))
+        tokens = [None if piece.sampling is None else self._token(piece, piece.sampling) for piece in plan.slices]
+        others = {
+            piece.attempt_id: [
+                self._token(piece, piece.sampling.of_choice(choice)) for choice in range(1, piece.num_choices)
+            ]
+            for piece in plan.slices
+            if piece.sampling is not None and piece.num_choices > 1
+        }
         return StepOutput(
             tokens=tokens,
+            other_tokens=others,
             logprobs={
-                piece.attempt_id: self._logprobs(token, piece.top_logprobs)
+                (piece.attempt_id, choice): self._logprobs(each, piece.top_logprobs)
                 for piece, token in zip(plan.slices, tokens, strict=True)
                 if token is not None and piece.top_logprobs is not None
+                for choice, each in enumerate([token, *others.get(piece.attempt_id, ())], piece.choice)
             },
             prompt_logprobs={
                 piece.attempt_id: [self._logprobs(token_id, piece.scored.top) for token_id in piece.scored.token_ids]
@@ -135,6 +137,12 @@ class ScriptedExecutor:
 
     def warm_up(self) -> None:
         """Nothing to set up."""
+
+    def _token(self, piece: SequenceSlice, sampling: SamplingParams) -> int:
+        if self._next_token is not None:
+            return self._next_token(piece.token_ids[-1], piece.end_position)
+        seed = 0 if sampling.is_greedy else sampling.seed
+        return scripted_token(piece.token_ids[-1], piece.end_position, seed, self.vocab_size)
 
     def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:
         """Made up: the token is the most likely one, those after it follow."""

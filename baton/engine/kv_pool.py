@@ -13,6 +13,8 @@ from baton.core.errors import StartupError
 from baton.engine.host_memory import SharedMemory, allocate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.core.model import KVLayout
     from baton.engine.sharding import Shard
 
@@ -88,6 +90,12 @@ class KVPool:
         part.layout = replace(self.layout, num_kv_heads=heads.count)
         part.tensor = self.tensor[..., heads.first : heads.first + heads.count, :]
         return part
+
+    def copy_blocks(self, source_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copies blocks within the pool, before the steps that begin afterwards. No block is on both sides."""
+        device = self.tensor.device
+        source = torch.tensor(source_ids, device=device)
+        self.tensor[torch.tensor(block_ids, device=device)] = self.tensor[source]
 
     def positions_view(self) -> torch.Tensor:
         """The same memory as [num_blocks * num_layers * 2 * block_size, num_kv_heads * head_dim]: a row a position."""

@@ -12,9 +12,9 @@ from baton.core.errors import OutOfMemoryError, StartupError
 from baton.core.generation import SamplingParams
 from baton.engine.batch import BatchPlan, SequenceSlice, StepOutput
 from baton.engine.decode_graphs import CudaRecorder, DecodeGraphs
+from baton.engine.draws import draw_tokens
 from baton.engine.flashinfer_attention import FlashInferAttention, open_flashinfer
 from baton.engine.kv_pool import torch_dtype
-from baton.engine.logits import apply_rules
 from baton.engine.logprobs import logprobs_of
 from baton.engine.memory_plan import SCORED_ROWS
 from baton.engine.model import DecoderModel
@@ -127,7 +127,7 @@ class TorchExecutor:
         self._take_cores()
         try:
             scores: dict[str, list[TokenLogprobs]] = {}
-            output = self._sample(self._forward(plan, scores, pause), plan, scores)
+            output = draw_tokens(self._forward(plan, scores, pause), plan, self._sample, scores)
             if all(token is None for token in output.tokens):
                 self._await_kernels()
             return output
@@ -255,19 +255,8 @@ class TorchExecutor:
             logprobs += logprobs_of(logits, token_ids, [scored.top] * len(token_ids))
         return logprobs
 
-    def _sample(self, logits: torch.Tensor, plan: BatchPlan, scores: dict[str, list[TokenLogprobs]]) -> StepOutput:
-        sampling = [piece for piece in plan.slices if piece.sampling is not None]
-        if not sampling:
-            return StepOutput(tokens=[None] * len(plan.slices), prompt_logprobs=scores)
-        adjusted = apply_rules(logits, [piece.rules for piece in sampling])
-        params = [piece.sampling for piece in sampling if piece.sampling is not None]
-        chosen = sample(adjusted, params, [piece.end_position for piece in sampling], self._race, self._fetch)
-        following = iter(chosen)
-        return StepOutput(
-            tokens=[None if piece.sampling is None else next(following) for piece in plan.slices],
-            logprobs=_logprobs(logits, sampling, chosen),
-            prompt_logprobs=scores,
-        )
+    def _sample(self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+        return sample(logits, params, positions, self._race, self._fetch)
 
 
 def warm_up(executor: Executor) -> None:
@@ -279,16 +268,6 @@ def warm_up(executor: Executor) -> None:
             attempt_id="warm-up", token_ids=token_ids, start_position=start, block_table=[0], sampling=sampling
         )
         executor.execute(BatchPlan(slices=[piece]))
-
-
-def _logprobs(logits: torch.Tensor, pieces: Sequence[SequenceSlice], tokens: Sequence[int]) -> dict[str, TokenLogprobs]:
-    """By attempt, of the tokens sampled after those pieces that ask for it; a row of `logits` each."""
-    rows = [row for row, piece in enumerate(pieces) if piece.top_logprobs is not None]
-    if not rows:
-        return {}
-    tops = [piece.top_logprobs for piece in pieces if piece.top_logprobs is not None]
-    values = logprobs_of(logits[rows], [tokens[row] for row in rows], tops)
-    return {pieces[row].attempt_id: each for row, each in zip(rows, values, strict=True)}
 
 
 def _is_single(piece: SequenceSlice) -> bool:

@@ -173,8 +173,11 @@ class QueueTwin:
         if limits.max_prefills is not None and queue.num_prefills >= limits.max_prefills:
             return "prefills"
         kept = self._valid_reservation()
-        sides = ((route.prefill_id, route.prefill_blocks), (route.decode_id, route.decode_blocks))
-        if not all(self._has_credit(worker_id, blocks, attempt_id, kept) for worker_id, blocks in sides):
+        sides = (
+            (route.prefill_id, route.prefill_blocks, 1),
+            (route.decode_id, route.decode_blocks, ticket.num_choices),
+        )
+        if not all(self._has_credit(*side, None if kept and kept.attempt_id == attempt_id else kept) for side in sides):
             return "credit"
         if kept is not None and kept.attempt_id == attempt_id:
             self._reservation = None
@@ -182,7 +185,7 @@ class QueueTwin:
         if ticket.tenant in queue.tenants:
             queue.tenants[ticket.tenant] = queue.tenants.pop(ticket.tenant)
         self._workers[route.prefill_id].charge(route.prefill_blocks, 1, route.prefill_tokens)
-        self._workers[route.decode_id].charge(route.decode_blocks, 1, 0)
+        self._workers[route.decode_id].charge(route.decode_blocks, ticket.num_choices, 0)
         queue.num_prefills += 1
         self._grants[attempt_id] = _Grant(ticket.queue_class, route)
         self._take_turn(queue, limits, now_ms, entry.since_ms)
@@ -196,7 +199,9 @@ class QueueTwin:
         queue = self._queues[entry.ticket.queue_class]
         is_stuck = now_ms - max(queue.granted_at_ms, entry.since_ms) >= least_ms
         if queue.head() == attempt_id and is_stuck:
-            self._reservation = Reservation(attempt_id=attempt_id, route=replace(route, prefill_tokens=0))
+            route = replace(route, prefill_tokens=0)
+            num_choices = entry.ticket.num_choices
+            self._reservation = Reservation(attempt_id=attempt_id, route=route, num_choices=num_choices)
 
     def release_prefill(self, attempt_id: str) -> None:
         """Gives the prefill worker's credit back. Again it changes nothing."""
@@ -216,7 +221,7 @@ class QueueTwin:
         if attempt_id in self._grants:
             self.release_prefill(attempt_id)
             route = self._grants.pop(attempt_id).route
-            self._workers[route.decode_id].charge(-route.decode_blocks, -1, 0)
+            self._workers[route.decode_id].charge(-route.decode_blocks, -entry.ticket.num_choices, 0)
         else:
             self._dequeue(entry)
 
@@ -274,12 +279,12 @@ class QueueTwin:
                 self._reservation = None
         return self._reservation
 
-    def _has_credit(self, worker_id: str, blocks: int, attempt_id: str, kept: Reservation | None) -> bool:
-        view, kept_blocks, kept_seqs = self._workers[worker_id].view, 0, 0
-        if kept is not None and kept.attempt_id != attempt_id:
-            held = {kept.route.prefill_id: kept.route.prefill_blocks, kept.route.decode_id: kept.route.decode_blocks}
-            kept_blocks, kept_seqs = held.get(worker_id, 0), int(worker_id in held)
-        return view.free_blocks >= kept_blocks + blocks and view.free_seqs >= kept_seqs + 1
+    def _has_credit(self, worker_id: str, blocks: int, seqs: int, kept: Reservation | None) -> bool:
+        """Whether a worker has so much beside what is kept for another ticket."""
+        view = self._workers[worker_id].view
+        if kept is not None:
+            (view,) = kept.hide_from([view])
+        return view.free_blocks >= blocks and view.free_seqs >= seqs
 
     def _dequeue(self, entry: _Entry) -> None:
         queue = self._queues[entry.ticket.queue_class]

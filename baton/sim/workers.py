@@ -127,7 +127,6 @@ class SimDecode:
             DecodeSequence(
                 attempt_id=attempt_id,
                 num_prompt_tokens=prompt_tokens,
-                last_token_id=0,
                 sampling=_GREEDY,
                 stop=StopRule(max_tokens=output_tokens, stop_token_ids=_NEVER),
             )

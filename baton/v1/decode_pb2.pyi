@@ -22,7 +22,12 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DecodeRequest(_message.Message):
-    """A sequence to be taken over. The gateway has filled in all defaults."""
+    """A sequence to be taken over. The gateway has filled in all defaults.
+
+    With `num_choices` it is continued in several ways. They share the blocks that the prompt fills, and begin with a first
+    token and follow a random stream each; in everything else each is as if it were alone. A choice that its first token
+    ends is passed over; at least one goes on.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -38,6 +43,8 @@ class DecodeRequest(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    OTHER_FIRST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     first_token_id: _builtins.int
@@ -52,6 +59,8 @@ class DecodeRequest(_message.Message):
     """
     top_logprobs: _builtins.int
     """Which log-probabilities come with each token, as `LogprobOptions.output_top`."""
+    num_choices: _builtins.int
+    """How many outputs. 0 means 1."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """Model and tokenizer. FAILED_PRECONDITION when they differ."""
@@ -82,6 +91,10 @@ class DecodeRequest(_message.Message):
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Output of earlier attempts at the request that were cut off; it stands before the first token, and `kv` has it."""
 
+    @_builtins.property
+    def other_first_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The first tokens of the choices after the first one, which begins with `first_token_id`. Empty for a growing cache."""
+
     def __init__(
         self,
         *,
@@ -97,10 +110,12 @@ class DecodeRequest(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         structure: _common_pb2.Structure | None = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_choices: _builtins.int = ...,
+        other_first_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "other_first_token_ids", b"other_first_token_ids", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -186,7 +201,7 @@ Global___HandoverDone: _TypeAlias = HandoverDone  # noqa: Y015
 
 @_typing.final
 class DecodedTokens(_message.Message):
-    """New tokens."""
+    """New tokens of one choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,10 +209,13 @@ class DecodedTokens(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
-    """Position of the first of them in the sequence, the prompt included: a gap or a repetition is an error."""
+    """Position of the first of them in the choice, the prompt included: a gap or a repetition is an error."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set when the last of them ends the generation: who has them needs nothing more of this worker."""
+    """Set when the last of them ends the choice: who has the last of all choices needs nothing more of this worker."""
+    choice: _builtins.int
+    """The choice, counted from 0."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids."""
@@ -213,10 +231,11 @@ class DecodedTokens(_message.Message):
         ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_position", b"first_position", "ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_position", b"first_position", "ids", b"ids", "logprobs", b"logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,7 +250,7 @@ class DecodeFinished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
-    """Why."""
+    """Why; of several choices the one that ended last."""
     num_steps: _builtins.int
     """Steps in which the sequence took part."""
     def __init__(
@@ -247,6 +266,49 @@ class DecodeFinished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeFinished: _TypeAlias = DecodeFinished  # noqa: Y015
+
+@_typing.final
+class EndChoiceRequest(_message.Message):
+    """Which choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    """The attempt."""
+    choice: _builtins.int
+    """The choice, counted from 0."""
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        choice: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "choice", b"choice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndChoiceRequest: _TypeAlias = EndChoiceRequest  # noqa: Y015
+
+@_typing.final
+class EndChoiceResponse(_message.Message):
+    """Done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndChoiceResponse: _TypeAlias = EndChoiceResponse  # noqa: Y015
 
 @_typing.final
 class GetDecodeStatusRequest(_message.Message):

@@ -40,6 +40,11 @@ class DecodeServiceStub:
                 request_serializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.EndChoice = channel.unary_unary(
+                '/baton.v1.DecodeService/EndChoice',
+                request_serializer=baton_dot_v1_dot_decode__pb2.EndChoiceRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.EndChoiceResponse.FromString,
+                _registered_method=True)
         self.GetDecodeStatus = channel.unary_unary(
                 '/baton.v1.DecodeService/GetDecodeStatus',
                 request_serializer=baton_dot_v1_dot_decode__pb2.GetDecodeStatusRequest.SerializeToString,
@@ -60,6 +65,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndChoice(self, request, context):
+        """Ends one choice of an attempt that was handed over, and frees what that alone holds. Without effect on one that has
+        ended; the other choices, and the call of Decode, go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDecodeStatus(self, request, context):
         """Describes the worker.
         """
@@ -74,6 +87,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'EndChoice': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndChoice,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.EndChoiceRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.EndChoiceResponse.SerializeToString,
             ),
             'GetDecodeStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDecodeStatus,
@@ -109,6 +127,33 @@ class DecodeService:
             '/baton.v1.DecodeService/Decode',
             baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndChoice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.DecodeService/EndChoice',
+            baton_dot_v1_dot_decode__pb2.EndChoiceRequest.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.EndChoiceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,10 @@ class DecodeServiceStub:
     `finished`, sent when the sequence's blocks are free; or a non-OK status. Whatever the end, the lease in
     `kv` is released. Cancelling the call removes the sequence from the batch at the next step.
     """
+    EndChoice: _grpc.UnaryUnaryMultiCallable[_decode_pb2.EndChoiceRequest, _decode_pb2.EndChoiceResponse]
+    """Ends one choice of an attempt that was handed over, and frees what that alone holds. Without effect on one that has
+    ended; the other choices, and the call of Decode, go on.
+    """
     GetDecodeStatus: _grpc.UnaryUnaryMultiCallable[_decode_pb2.GetDecodeStatusRequest, _decode_pb2.GetDecodeStatusResponse]
     """Describes the worker."""
 
@@ -50,6 +54,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Takes a KV cache over and generates. The stream is: one `handover`, any number of `tokens`, one
     `finished`, sent when the sequence's blocks are free; or a non-OK status. Whatever the end, the lease in
     `kv` is released. Cancelling the call removes the sequence from the batch at the next step.
+    """
+    EndChoice: _aio.UnaryUnaryMultiCallable[_decode_pb2.EndChoiceRequest, _decode_pb2.EndChoiceResponse]  # type: ignore[assignment]
+    """Ends one choice of an attempt that was handed over, and frees what that alone holds. Without effect on one that has
+    ended; the other choices, and the call of Decode, go on.
     """
     GetDecodeStatus: _aio.UnaryUnaryMultiCallable[_decode_pb2.GetDecodeStatusRequest, _decode_pb2.GetDecodeStatusResponse]  # type: ignore[assignment]
     """Describes the worker."""
@@ -66,6 +74,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes a KV cache over and generates. The stream is: one `handover`, any number of `tokens`, one
         `finished`, sent when the sequence's blocks are free; or a non-OK status. Whatever the end, the lease in
         `kv` is released. Cancelling the call removes the sequence from the batch at the next step.
+        """
+
+    @_abc_1.abstractmethod
+    def EndChoice(
+        self,
+        request: _decode_pb2.EndChoiceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.EndChoiceResponse, _abc.Awaitable[_decode_pb2.EndChoiceResponse]]:
+        """Ends one choice of an attempt that was handed over, and frees what that alone holds. Without effect on one that has
+        ended; the other choices, and the call of Decode, go on.
         """
 
     @_abc_1.abstractmethod

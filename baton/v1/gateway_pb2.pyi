@@ -75,11 +75,14 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Input as raw text: no chat template, the tokenizer's own special tokens are added."""
     echo: _builtins.bool
-    """Begin the output's text with the prompt's: `text` as it is, or the text of `token_ids` without special tokens.
+    """Begin each output's text with the prompt's: `text` as it is, or the text of `token_ids` without special tokens.
     Its ids are in no delta. An error with `messages`. Default false.
     """
     n: _builtins.int
-    """How many outputs of the one prompt. There is one: every other number is OUT_OF_RANGE. Default 1."""
+    """How many outputs of the one prompt, the choices. The prompt is computed once. Each choice is what a request alone
+    would get: the first by `sampling.seed`, the others by seeds that follow from it. All else goes for each choice.
+    At most what the gateway is set to, 8 unless it says otherwise. Default 1.
+    """
     priority: _builtins.int
     """Which of the tenant's own waiting requests of a class goes first: the one with the higher priority. Requests of
     other tenants do not notice. Range [-10, 10]. Default 0.
@@ -163,7 +166,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def delta(self) -> Global___Delta:
-        """New output. The deltas' texts, put together, are the whole text."""
+        """New output. The texts of a choice's deltas, put together, are its whole text."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
@@ -271,15 +274,21 @@ Global___ScoredPrompt: _TypeAlias = ScoredPrompt  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
-    """New output of a generation."""
+    """New output of one choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that became certain: never half a character, never the start of a stop string. May be empty."""
+    choice: _builtins.int
+    """The choice, counted from 0."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Set on the choice's last delta: why it ended."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of the tokens that were produced since the last delta."""
@@ -294,10 +303,12 @@ class Delta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        choice: _builtins.int = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,7 +326,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
-    """Tokens that were generated, a final stop token included."""
+    """Tokens that were generated, of all choices together, final stop tokens included."""
     cached_prompt_tokens: _builtins.int
     """Prompt tokens whose KV cache was found ready and not computed again."""
     def __init__(
@@ -391,7 +402,7 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
-    """Why it ended."""
+    """Why it ended; of several choices the first."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """What it cost."""
@@ -417,7 +428,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class CompleteResponse(_message.Message):
-    """A whole generation."""
+    """A whole generation. `text`, `token_ids` and `logprobs` are those of the first choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -427,6 +438,7 @@ class CompleteResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORED_PROMPT_FIELD_NUMBER: _builtins.int
+    OTHER_CHOICES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The whole text."""
     @_builtins.property
@@ -449,6 +461,10 @@ class CompleteResponse(_message.Message):
     def scored_prompt(self) -> Global___ScoredPrompt:
         """The prompt with its log-probabilities when they were asked for."""
 
+    @_builtins.property
+    def other_choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___OtherChoice]:
+        """The choices after the first one, in their order."""
+
     def __init__(
         self,
         *,
@@ -458,14 +474,53 @@ class CompleteResponse(_message.Message):
         finished: Global___Finished | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         scored_prompt: Global___ScoredPrompt | None = ...,
+        other_choices: _abc.Iterable[Global___OtherChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "scored_prompt", b"scored_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "logprobs", b"logprobs", "scored_prompt", b"scored_prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "logprobs", b"logprobs", "other_choices", b"other_choices", "scored_prompt", b"scored_prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
+
+@_typing.final
+class OtherChoice(_message.Message):
+    """Another output of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Its whole text."""
+    reason: _common_pb2.FinishReason.ValueType
+    """Why it ended."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All its ids, a final stop token included."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each id when they were asked for."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        reason: _common_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "reason", b"reason", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OtherChoice: _TypeAlias = OtherChoice  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -559,21 +559,27 @@ class FollowLeaseResponse(_message.Message):
 
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    OTHER_FIRST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     """Set when the prompt is done and these were the last blocks: the token that follows it."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The next blocks in order of position. Their contents do not change while the lease lasts."""
 
+    @_builtins.property
+    def other_first_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With it, the first tokens of the choices after the first one."""
+
     def __init__(
         self,
         *,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         first_token_id: _builtins.int | None = ...,
+        other_first_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "block_ids", b"block_ids", "first_token_id", b"first_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "block_ids", b"block_ids", "first_token_id", b"first_token_id", "other_first_token_ids", b"other_first_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
     _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015

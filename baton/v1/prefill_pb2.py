@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import kv_transfer_pb2 as baton_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x1a\x62\x61ton/v1/kv_transfer.proto\"\xd7\x02\n\x0ePrefillRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.baton.v1.LogprobOptions\x12&\n\tstructure\x18\t \x01(\x0b\x32\x13.baton.v1.Structure\x12\x19\n\x11num_output_tokens\x18\n \x01(\r\x12\x12\n\ncache_salt\x18\x0b \x01(\t\"\x89\x02\n\x0fPrefillResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12-\n\x08released\x18\x03 \x01(\x0b\x32\x19.baton.v1.PrefillReleasedH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12/\n\rgrowing_cache\x18\x05 \x01(\x0b\x32\x16.baton.v1.KvDescriptorH\x00\x42\x07\n\x05\x65vent\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"S\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xda\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\"\n\x02kv\x18\x03 \x01(\x0b\x32\x16.baton.v1.KvDescriptor\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\x12\x12\n\nnum_chunks\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\":\n\x0fPrefillReleased\x12\'\n\x07outcome\x18\x01 \x01(\x0e\x32\x16.baton.v1.LeaseOutcome\"\x19\n\x17GetPrefillStatusRequest\"B\n\x18GetPrefillStatusResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerStatus2\xad\x01\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x12Y\n\x10GetPrefillStatus\x12!.baton.v1.GetPrefillStatusRequest\x1a\".baton.v1.GetPrefillStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x1a\x62\x61ton/v1/kv_transfer.proto\"\xec\x02\n\x0ePrefillRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.baton.v1.LogprobOptions\x12&\n\tstructure\x18\t \x01(\x0b\x32\x13.baton.v1.Structure\x12\x19\n\x11num_output_tokens\x18\n \x01(\r\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x13\n\x0bnum_choices\x18\x0c \x01(\r\"\x89\x02\n\x0fPrefillResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12-\n\x08released\x18\x03 \x01(\x0b\x32\x19.baton.v1.PrefillReleasedH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12/\n\rgrowing_cache\x18\x05 \x01(\x0b\x32\x16.baton.v1.KvDescriptorH\x00\x42\x07\n\x05\x65vent\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"S\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x8c\x02\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\"\n\x02kv\x18\x03 \x01(\x0b\x32\x16.baton.v1.KvDescriptor\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\x12\x12\n\nnum_chunks\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\rother_choices\x18\x08 \x03(\x0b\x32\x19.baton.v1.OtherFirstToken\"}\n\x0fOtherFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x08logprobs\x18\x03 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\":\n\x0fPrefillReleased\x12\'\n\x07outcome\x18\x01 \x01(\x0e\x32\x16.baton.v1.LeaseOutcome\"\x19\n\x17GetPrefillStatusRequest\"B\n\x18GetPrefillStatusResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerStatus2\xad\x01\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x12Y\n\x10GetPrefillStatus\x12!.baton.v1.GetPrefillStatusRequest\x1a\".baton.v1.GetPrefillStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.prefill_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=88
-  _globals['_PREFILLREQUEST']._serialized_end=431
-  _globals['_PREFILLRESPONSE']._serialized_start=434
-  _globals['_PREFILLRESPONSE']._serialized_end=699
-  _globals['_PREFILLSTARTED']._serialized_start=701
-  _globals['_PREFILLSTARTED']._serialized_end=734
-  _globals['_PROMPTLOGPROBS']._serialized_start=736
-  _globals['_PROMPTLOGPROBS']._serialized_end=819
-  _globals['_FIRSTTOKEN']._serialized_start=822
-  _globals['_FIRSTTOKEN']._serialized_end=1040
-  _globals['_PREFILLRELEASED']._serialized_start=1042
-  _globals['_PREFILLRELEASED']._serialized_end=1100
-  _globals['_GETPREFILLSTATUSREQUEST']._serialized_start=1102
-  _globals['_GETPREFILLSTATUSREQUEST']._serialized_end=1127
-  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_start=1129
-  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_end=1195
-  _globals['_PREFILLSERVICE']._serialized_start=1198
-  _globals['_PREFILLSERVICE']._serialized_end=1371
+  _globals['_PREFILLREQUEST']._serialized_end=452
+  _globals['_PREFILLRESPONSE']._serialized_start=455
+  _globals['_PREFILLRESPONSE']._serialized_end=720
+  _globals['_PREFILLSTARTED']._serialized_start=722
+  _globals['_PREFILLSTARTED']._serialized_end=755
+  _globals['_PROMPTLOGPROBS']._serialized_start=757
+  _globals['_PROMPTLOGPROBS']._serialized_end=840
+  _globals['_FIRSTTOKEN']._serialized_start=843
+  _globals['_FIRSTTOKEN']._serialized_end=1111
+  _globals['_OTHERFIRSTTOKEN']._serialized_start=1113
+  _globals['_OTHERFIRSTTOKEN']._serialized_end=1238
+  _globals['_PREFILLRELEASED']._serialized_start=1240
+  _globals['_PREFILLRELEASED']._serialized_end=1298
+  _globals['_GETPREFILLSTATUSREQUEST']._serialized_start=1300
+  _globals['_GETPREFILLSTATUSREQUEST']._serialized_end=1325
+  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_start=1327
+  _globals['_GETPREFILLSTATUSRESPONSE']._serialized_end=1393
+  _globals['_PREFILLSERVICE']._serialized_start=1396
+  _globals['_PREFILLSERVICE']._serialized_end=1569
 # @@protoc_insertion_point(module_scope)

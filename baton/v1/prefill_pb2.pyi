@@ -37,6 +37,7 @@ class PrefillRequest(_message.Message):
     STRUCTURE_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     max_tokens: _builtins.int
@@ -49,6 +50,8 @@ class PrefillRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """Requests share the KV cache of what their prompts have in common only where this is equal. At most 128 characters."""
+    num_choices: _builtins.int
+    """For how many outputs of the prompt first tokens are chosen, each from a random stream of its own. 0 means 1."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """Model and tokenizer the ids were made for; `dtype` is not compared. FAILED_PRECONDITION when they differ."""
@@ -87,10 +90,11 @@ class PrefillRequest(_message.Message):
         structure: _common_pb2.Structure | None = ...,
         num_output_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        num_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "logprobs", b"logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_output_tokens", b"num_output_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "num_output_tokens", b"num_output_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,7 +204,7 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
-    """The first token."""
+    """The first token, and with `num_choices` those of the other choices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -211,10 +215,11 @@ class FirstToken(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    OTHER_CHOICES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id. Its position is the number of `token_ids`."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set when the first token was the last: no KV cache is kept."""
+    """Set when the first token was the last."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV cache was found ready, before or while the rest was computed."""
     compute_s: _builtins.float
@@ -223,11 +228,15 @@ class FirstToken(_message.Message):
     """Steps over which the prompt was spread."""
     @_builtins.property
     def kv(self) -> _kv_transfer_pb2.KvDescriptor:
-        """The KV cache of the prompt. Unset when the first token was the last."""
+        """The KV cache of the prompt. Unset, and not kept, when every choice's first token was its last."""
 
     @_builtins.property
     def logprobs(self) -> _common_pb2.TokenLogprobs:
         """Set when they were asked for."""
+
+    @_builtins.property
+    def other_choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___OtherFirstToken]:
+        """The first tokens of the choices after the first one, in their order."""
 
     def __init__(
         self,
@@ -239,14 +248,47 @@ class FirstToken(_message.Message):
         compute_s: _builtins.float = ...,
         num_chunks: _builtins.int = ...,
         logprobs: _common_pb2.TokenLogprobs | None = ...,
+        other_choices: _abc.Iterable[Global___OtherFirstToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "kv", b"kv", "logprobs", b"logprobs", "num_chunks", b"num_chunks", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "kv", b"kv", "logprobs", b"logprobs", "num_chunks", b"num_chunks", "other_choices", b"other_choices", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class OtherFirstToken(_message.Message):
+    """The first token of another choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Its id."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Set when it was the choice's last."""
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """Set when they were asked for."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        logprobs: _common_pb2.TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OtherFirstToken: _TypeAlias = OtherFirstToken  # noqa: Y015
 
 @_typing.final
 class PrefillReleased(_message.Message):

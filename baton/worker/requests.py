@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError, ResourceExhaustedError
 from baton.core.fingerprint import is_fingerprint
-from baton.core.generation import StopRule
+from baton.core.generation import MAX_CHOICES, StopRule
 from baton.core.model import ModelFingerprint
 from baton.rpc import generation
 
@@ -56,6 +56,13 @@ def read_stop(request: RequestLimits, *, at_least: int, vocab_size: int) -> Stop
     if request.min_tokens and len(stop_token_ids) >= vocab_size:
         raise InvalidArgumentError("min_tokens", "must be 0 where every token ends the generation")
     return StopRule(max_tokens=request.max_tokens, stop_token_ids=stop_token_ids, min_tokens=request.min_tokens)
+
+
+def read_num_choices(request: RequestLimits) -> int:
+    """How many outputs a prompt is to have."""
+    if request.num_choices > MAX_CHOICES:
+        raise OutOfRangeError("num_choices", f"{request.num_choices} is over the {MAX_CHOICES}", limit=MAX_CHOICES)
+    return request.num_choices or 1
 
 
 def read_structure(request: RequestLimits, facts: EngineFacts) -> Structure | None:

@@ -18,7 +18,6 @@ def sequence(attempt_id: str, *, prompt: int = 20, max_tokens: int = 5) -> Decod
     return DecodeSequence(
         attempt_id=attempt_id,
         num_prompt_tokens=prompt,
-        last_token_id=1,
         sampling=SamplingParams(),
         stop=StopRule(max_tokens=max_tokens, stop_token_ids=frozenset()),
     )
@@ -95,7 +94,7 @@ def test_a_sequence_joins_the_step_after_its_copy_and_leaves_with_its_last_token
     assert scheduler.end_copy("a", join=True)
     (piece,) = scheduler.plan().slices
     # The first token stands behind the prompt; its keys and values are the first that this side computes.
-    assert (piece.start_position, list(piece.token_ids)) == (20, [1])
+    assert (piece.start_position, list(piece.token_ids)) == (20, [0])
     (first,) = scheduler.commit(scheduler.plan(), [5])
     assert (first.position, first.token_id, first.finish_reason) == (21, 5, None)
     scheduler.add(sequence("b"))

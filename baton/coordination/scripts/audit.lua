@@ -68,7 +68,7 @@ for attempt, raw in pairs(grants) do
   for _, worker in ipairs({grant.prefill, grant.decode}) do
     if worker.held then
       expect(CREDIT, worker.id .. ':blocks', worker.blocks)
-      expect(CREDIT, worker.id .. ':seqs', 1)
+      expect(CREDIT, worker.id .. ':seqs', worker.seqs or 1)
       expect(CREDIT, worker.id .. ':tokens', worker.tokens or 0)
     end
   end

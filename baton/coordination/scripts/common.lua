@@ -64,10 +64,10 @@ local function views()
   return rows
 end
 
--- One side of a grant, {id, incarnation, blocks, tokens, held}: charges the worker, or gives back what it holds.
+-- One side of a grant, {id, incarnation, blocks, seqs, tokens, held}: charges the worker, or gives back what it holds.
 local function charge(side)
   add(CREDIT, side.id .. ':blocks', side.blocks)
-  add(CREDIT, side.id .. ':seqs', 1)
+  add(CREDIT, side.id .. ':seqs', side.seqs or 1)
   add(CREDIT, side.id .. ':tokens', side.tokens or 0)
   side.held = true
 end
@@ -75,7 +75,7 @@ end
 local function discharge(side)
   if side.held then
     add(CREDIT, side.id .. ':blocks', -side.blocks)
-    add(CREDIT, side.id .. ':seqs', -1)
+    add(CREDIT, side.id .. ':seqs', -(side.seqs or 1))
     add(CREDIT, side.id .. ':tokens', -(side.tokens or 0))
     side.held = false
   end

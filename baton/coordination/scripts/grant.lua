@@ -38,23 +38,23 @@ end
 
 -- One side of the grant when the worker can take it, and what is kept for another ticket beside it.
 local kept = reservation()
-local function side(id, role, blocks, tokens)
+local function side(id, role, blocks, seqs, tokens)
   local record = is_alive(id) and cjson.decode(redis.call('HGET', WORKERS, id))
   if not record or record.role ~= role or record.state ~= 'ready' then
     return nil
   end
   local held = redis.call('HMGET', CREDIT, id .. ':blocks', id .. ':seqs')
   local is_kept = kept and kept.attempt ~= attempt and kept[role].id == id
-  local kept_blocks, kept_seqs = is_kept and kept[role].blocks or 0, is_kept and 1 or 0
+  local kept_blocks, kept_seqs = is_kept and kept[role].blocks or 0, is_kept and (kept[role].seqs or 1) or 0
   if number(held[1]) + kept_blocks + blocks > record.num_blocks
-    or number(held[2]) + kept_seqs + 1 > record.max_num_seqs then
+    or number(held[2]) + kept_seqs + seqs > record.max_num_seqs then
     return nil
   end
-  return {id = id, incarnation = record.incarnation, blocks = blocks, tokens = tokens}
+  return {id = id, incarnation = record.incarnation, blocks = blocks, seqs = seqs, tokens = tokens}
 end
 
-local prefill = side(prefill_id, 'prefill', prefill_blocks, tonumber(ARGV[11]))
-local decode = side(decode_id, 'decode', decode_blocks, 0)
+local prefill = side(prefill_id, 'prefill', prefill_blocks, 1, tonumber(ARGV[11]))
+local decode = side(decode_id, 'decode', decode_blocks, ticket.num_choices or 1, 0)
 if not prefill or not decode then
   return {'credit', snapshot_if_waiting()}
 end

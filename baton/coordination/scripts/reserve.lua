@@ -10,7 +10,7 @@ if raw and not reservation() then
   if is_head and standstill(ticket.class, ticket) >= least_ms and is_ready(ARGV[2]) and is_ready(ARGV[3]) then
     redis.call('HSET', LOAD, 'reserved', cjson.encode({
       attempt = attempt, class = ticket.class,
-      prefill = {id = ARGV[2], blocks = tonumber(ARGV[4])}, decode = {id = ARGV[3], blocks = tonumber(ARGV[5])},
+      prefill = {id = ARGV[2], blocks = tonumber(ARGV[4])}, decode = {id = ARGV[3], blocks = tonumber(ARGV[5]), seqs = ticket.num_choices},
     }))
   end
 end

@@ -103,10 +103,10 @@ def test_log_probabilities_come_only_for_those_who_ask(executor: Executor) -> No
     first = Sequence("scored", prompt, table(2)).next_slice(10)
     scored = replace(first, scored=ScoredIds(token_ids=prompt[1:11], top=2))
     output = executor.execute(BatchPlan(slices=[quiet, asking, scored]))
-    assert output.logprobs.keys() == {"asking"}
+    assert output.logprobs.keys() == {("asking", 0)}
     assert output.prompt_logprobs.keys() == {"scored"}
-    assert output.logprobs["asking"].top[0] == (output.tokens[1], output.logprobs["asking"].logprob)  # greedy
-    assert len(output.logprobs["asking"].top) == 3
+    assert output.logprobs["asking", 0].top[0] == (output.tokens[1], output.logprobs["asking", 0].logprob)  # greedy
+    assert len(output.logprobs["asking", 0].top) == 3
     assert [len(each.top) for each in output.prompt_logprobs["scored"]] == [2] * 10
     assert executor.execute(BatchPlan(slices=[quiet])).logprobs == {}
 

@@ -112,7 +112,7 @@ def test_it_gives_the_tokens_the_cache_and_the_logprobs_of_one_process(started, 
         torch.testing.assert_close(pool.tensor[block], whole_pool.tensor[block], rtol=1e-4, atol=1e-4)
     ours, theirs = executor.execute(scored(prompt)), whole.execute(scored(prompt))
     assert ours.tokens == theirs.tokens
-    assert ours.logprobs["a"].logprob == pytest.approx(theirs.logprobs["a"].logprob, abs=1e-4)
+    assert ours.logprobs["a", 0].logprob == pytest.approx(theirs.logprobs["a", 0].logprob, abs=1e-4)
     for mine, other in zip(ours.prompt_logprobs["a"], theirs.prompt_logprobs["a"], strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
 

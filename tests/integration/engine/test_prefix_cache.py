@@ -47,7 +47,7 @@ class Engine:
                 token = output.tokens[index]
                 assert token is not None
                 self.scheduler.release("a")
-                return token, output.logprobs["a"], prefill.num_cached_tokens
+                return token, output.logprobs["a", 0], prefill.num_cached_tokens
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -347,6 +347,7 @@ def gateway_server(parts: Deployment, channels: ChannelPool, options: Options) -
         clock=SystemClock(),
         instruments=GatewayInstruments(parts.metrics),
         request_timeout_s=options.request_timeout_s,
+        max_choices=3,
     )
     server = ServingServer(SERVER, options.tracer)
     server.add(

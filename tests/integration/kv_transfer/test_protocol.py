@@ -68,7 +68,7 @@ class Leases:
             if growth is None:
                 raise LeaseNotFoundError(f"lease {lease_id} has ended")
             yield growth
-            if growth.first_token_id is not None:
+            if growth.first_token_ids:
                 return
 
     def leased_blocks(self, lease_id: str, pair: str) -> HeldCache:
@@ -412,14 +412,14 @@ async def test_a_growing_cache_is_followed_to_its_end(source, directory, leases)
 
     def tell(growth: Growth) -> None:
         told.append(growth)
-        if growth.first_token_id is not None:
+        if growth.first_token_ids:
             complete.set()
 
     growing = descriptor_at(source, block_ids=(), is_growing=True, lease_s=5.0)
     async with asyncio.timeout(5), directory.hold(growing) as lease:
         assert lease.pool is not None
         lease.follow(tell)
-        parts = [Growth((5, 6)), Growth((7,)), Growth((), 0)]  # a token's id may be 0
+        parts = [Growth((5, 6)), Growth((7,)), Growth((), (0, 5))]  # a token's id may be 0
         for growth in parts:
             leases.growth.put_nowait(growth)
         await complete.wait()

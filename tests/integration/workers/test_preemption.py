@@ -178,7 +178,7 @@ def generate(
     firsts = {name: copier.first_token(name, [0, 1, 2]) for name in prompts}
     woken = threading.Event()
     swapper = ThreadSwapper(SwapSpace(pool, 64), woken.set)
-    rooms = Rooms(pool=BlockPool(num_blocks, 16), swap=BlockPool(64, 16), swapper=swapper)
+    rooms = Rooms(pool=BlockPool(num_blocks, 16), copy_blocks=pool.copy_blocks, swap=BlockPool(64, 16), swapper=swapper)
     core = DecodeCore(rooms, 8, copier, SystemClock())
     loop = EngineLoop(core, executor, SystemClock())
     commands = [
@@ -195,7 +195,7 @@ def generate(
                 num_tokens=len(prompt),
                 lease_s=5.0,
             ),
-            first_token_id=firsts[name],
+            first_token_ids=(firsts[name],),
             source_block_size=layout.block_size,
             sampling=SamplingParams(temperature=0.0),
             stop=StopRule(max_tokens=30, stop_token_ids=frozenset()),

@@ -28,7 +28,7 @@ def handover_of(num_tokens: int, theirs: int, ours: int) -> Handover:
             lease_s=5.0,
             is_growing=True,
         ),
-        first_token_id=None,
+        first_token_ids=(),
         source_block_size=theirs,
         sampling=SamplingParams(),
         stop=STOP,
@@ -37,11 +37,10 @@ def handover_of(num_tokens: int, theirs: int, ours: int) -> Handover:
     handover.sequence = DecodeSequence(
         attempt_id="a",
         num_prompt_tokens=num_tokens,
-        last_token_id=0,
         sampling=SamplingParams(),
         stop=STOP,
-        block_table=list(range(500, 500 + -(-(num_tokens + 4) // ours))),
     )
+    handover.sequence.branches[0].block_table = list(range(500, 500 + -(-(num_tokens + 4) // ours)))
     return handover
 
 
@@ -63,7 +62,7 @@ def test_parts_cover_the_cache_once_and_only_what_is_computed(
         if told < len(source_ids) and (not handover.has_part or data.draw(st.booleans())):
             count = data.draw(st.integers(1, len(source_ids) - told))
             is_last = told + count == len(source_ids)
-            handover.grow(Growth(tuple(source_ids[told : told + count]), 7 if is_last else None))
+            handover.grow(Growth(tuple(source_ids[told : told + count]), (7,) if is_last else ()))
             told += count
         if not handover.has_part:
             continue
@@ -80,5 +79,5 @@ def test_parts_cover_the_cache_once_and_only_what_is_computed(
         copied = end
         handover.end(ReadResult(transport="t", num_bytes=3, copy_s=0.0))
     assert copied == num_tokens
-    assert filled == handover.sequence.block_table[: -(-num_tokens // ours)]
+    assert filled == handover.sequence.branches[0].block_table[: -(-num_tokens // ours)]
     assert handover.num_bytes == 3 * handover.num_parts

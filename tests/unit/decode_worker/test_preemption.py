@@ -48,7 +48,9 @@ class Bench:
         clock = ManualClock()
         self.copier, self.swapper = HandCopier(), HandSwapper()
         swap = BlockPool(num_slots, LAYOUT.block_size) if num_slots else None
-        self.rooms = Rooms(pool=BlockPool(NUM_BLOCKS, LAYOUT.block_size), swap=swap, swapper=self.swapper)
+        self.rooms = Rooms(
+            pool=BlockPool(NUM_BLOCKS, LAYOUT.block_size), copy_blocks=lambda *_: None, swap=swap, swapper=self.swapper
+        )
         self.core = DecodeCore(self.rooms, 8, self.copier, clock)
         self.executor = ScriptedExecutor(layout=LAYOUT, num_blocks=NUM_BLOCKS)
         self.loop = EngineLoop(self.core, self.executor, clock)

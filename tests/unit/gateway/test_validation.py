@@ -38,7 +38,7 @@ User = gateway_pb2.ChatMessage(role="user", content="hi")
 
 
 def validate(request: Request, model: ServedModel = MODEL) -> Any:
-    return validate_generate(request, model, new_seed=77)
+    return validate_generate(request, model, new_seed=77, max_choices=3)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,15 @@ def test_prompts_as_plain_data() -> None:
     assert validate(Request(token_ids=TokenIds(ids=[7, 8]))).prompt == TokenPrompt((7, 8))
 
 
-@pytest.mark.parametrize("n", [0, 2, 4_000_000_000])
-def test_more_outputs_than_one_are_refused(n: int) -> None:
-    with pytest.raises(OutOfRangeError, match=f"not {n}") as caught:
-        validate(Request(text="x", n=n))
-    assert (caught.value.field, caught.value.limit) == ("n", 1)
+def test_more_outputs_than_are_allowed_are_refused() -> None:
+    for n in (4, 4_000_000_000):
+        with pytest.raises(OutOfRangeError, match=f"{n} is over the 3") as caught:
+            validate(Request(text="x", n=n))
+        assert (caught.value.field, caught.value.limit) == ("n", 3)
+    with pytest.raises(InvalidArgumentError) as refused:
+        validate(Request(text="x", n=0))
+    assert refused.value.field == "n"
+    assert validate(Request(text="x", n=3)).num_choices == 3
     assert validate(Request(text="x", n=1)) == validate(Request(text="x"))
 
 

@@ -23,6 +23,7 @@ from kv_transfer.lease import LeaseOutcome, LeaseTable
 from prefill_worker.engine_core import PrefillCore
 from prefill_worker.messages import (
     CacheGrown,
+    FirstToken,
     PromptDone,
     PromptScored,
     Released,
@@ -130,8 +131,8 @@ def test_a_prompt_is_computed_in_chunks_and_held_under_its_lease(bench):
     assert [piece.num_tokens for piece in bench.executor.plans] == [8, 8, 4]
     assert [type(event) for event in grown] == [CacheGrown, CacheGrown]
     assert isinstance(done, PromptDone)
-    assert done.token_id == scripted_token(20, 20, 0, 256)
-    assert (done.num_chunks, done.finish_reason) == (3, None)
+    assert done.first_tokens == (FirstToken(scripted_token(20, 20, 0, 256), None),)
+    assert done.num_chunks == 3
     assert len(done.cache.block_ids) == bench.pool.num_used == 5
     assert bench.fences.words[done.cache.slot] == done.cache.generation != 0
     assert bench.core.stats.num_held == 1
@@ -168,7 +169,7 @@ def test_a_renewal_that_arrives_during_a_long_step_comes_before_expiry(bench):
 @pytest.mark.parametrize(("max_tokens", "stop_ids"), [(1, ()), (5, (scripted_token(6, 6, 0, 256),))])
 def test_a_first_token_that_is_the_last_leaves_no_lease(bench, max_tokens, stop_ids):
     _, done, released = bench.run_dry(submit("a", 6, max_tokens=max_tokens, stop_ids=stop_ids))
-    assert done.finish_reason is (FinishReason.LENGTH if max_tokens == 1 else FinishReason.STOP)
+    assert done.first_tokens[0].finish_reason is (FinishReason.LENGTH if max_tokens == 1 else FinishReason.STOP)
     assert done.cache is None
     assert released == Released(attempt_id="a", outcome=None)
     bench.assert_clean()
@@ -255,7 +256,7 @@ def test_a_short_prompt_runs_in_the_middle_of_a_long_ones_step(bench):
     assert started.events == (Started(attempt_id="chat", queue_s=0.0),)
     # The chat has its first token before the step that it came into has ended.
     assert [type(event) for event in chat.events] == [PromptDone]
-    assert (chat.events[0].token_id, chat.step.num_tokens) == (scripted_token(8, 8, 0, 256), 8)
+    assert (chat.events[0].first_tokens[0].token_id, chat.step.num_tokens) == (scripted_token(8, 8, 0, 256), 8)
     assert ([type(event) for event in step.events], step.step.num_tokens) == ([CacheGrown], 8)
     assert [[piece.attempt_id for piece in plan.slices] for plan in bench.executor.plans] == [["long"], ["chat"]]
     assert [(event.attempt_id, event.num_chunks) for event in bench.run_dry()[-1:]] == [("long", 5)]
@@ -335,7 +336,7 @@ def test_an_interrupting_step_that_fails_leaves_the_interrupted_one_alone(bench)
 def test_a_structure_may_end_with_the_first_token_or_fail_there(bench):
     events = bench.run_dry(replace(submit("a", 5), structure=regex("1")))
     assert [type(event) for event in events] == [Started, PromptDone, Released]
-    assert (events[1].finish_reason, events[1].cache) == (FinishReason.STOP, None)
+    assert (events[1].first_tokens[0].finish_reason, events[1].cache) == (FinishReason.STOP, None)
     events = bench.run_dry(replace(submit("b", 5), structure=regex("-1")))
     assert [type(event) for event in events] == [Started, Failed]
     assert isinstance(events[1].error, ResourceExhaustedError)
@@ -355,7 +356,7 @@ def test_the_prompt_is_scored_chunk_by_chunk(bench):
         [18, 19],
     ]
     (done,) = [event for event in events if isinstance(event, PromptDone)]
-    assert done.logprobs.top[0][0] == done.token_id
+    assert done.first_tokens[0].logprobs.top[0][0] == done.first_tokens[0].token_id
     bench.assert_clean()
 
 
@@ -363,7 +364,7 @@ def test_a_prompt_with_output_of_an_earlier_attempt_counts_that_output(bench):
     resumed = replace(submit("a", 9, max_tokens=4), num_output_tokens=3)
     events = bench.run_dry(resumed)
     done = next(event for event in events if isinstance(event, PromptDone))
-    assert (done.finish_reason, done.cache) == (FinishReason.LENGTH, None)
+    assert (done.first_tokens[0].finish_reason, done.cache) == (FinishReason.LENGTH, None)
     goes_on = next(event for event in bench.run_dry(replace(resumed, attempt_id="b", num_output_tokens=2)))
     assert isinstance(goes_on, Started)
     bench.turn(Cancel(attempt_id="b"))
@@ -373,7 +374,7 @@ def test_a_prompt_with_output_of_an_earlier_attempt_counts_that_output(bench):
 def test_an_earlier_output_counts_for_the_structure(bench):
     resumed = replace(submit("a", 9), num_output_tokens=3, structure=regex("4"))
     done = next(event for event in bench.run_dry(resumed) if isinstance(event, PromptDone))
-    assert done.finish_reason is FinishReason.STOP
+    assert done.first_tokens[0].finish_reason is FinishReason.STOP
     [failed] = bench.run_dry(replace(resumed, attempt_id="b", structure=regex("3")))
     assert isinstance(failed.error, OutOfRangeError)
     bench.assert_clean()
@@ -390,7 +391,7 @@ def test_a_prompt_begins_where_another_ones_blocks_end(prefix_cache, expected):
     # The first is still held: both have the blocks, and each its own last one.
     second = bench.run_dry(submit("b", 18))
     assert (cached_tokens(first), cached_tokens(second)) == ([0], [expected])
-    assert second[-1].token_id == first[-1].token_id
+    assert second[-1].first_tokens == first[-1].first_tokens
     assert bench.pool.num_used == (6 if prefix_cache else 10)
     assert first[-1].cache.block_ids[-1] != second[-1].cache.block_ids[-1]
     bench.turn(ReleaseLease(lease_id="lease-a", outcome=LeaseOutcome.CONSUMED))
@@ -517,7 +518,7 @@ def test_no_cache_grows_for_a_prompt_whose_first_token_is_the_last(bench):
 
 
 def test_a_grown_cache_ends_with_a_first_token_that_stops(bench):
-    token_id = bench.run_dry(submit("a", 22))[-1].token_id
+    token_id = bench.run_dry(submit("a", 22))[-1].first_tokens[0].token_id
     bench.turn(Cancel(attempt_id="a"))
     events = bench.run_dry(replace(submit("b", 22, stop_ids=[token_id]), token_ids=[*range(30, 51), 22]))
     assert [type(event) for event in events[-2:]] == [PromptDone, Released]

@@ -12,7 +12,7 @@ from kv_transfer.descriptor import Growth
 from kv_transfer.errors import LeaseNotFoundError
 from kv_transfer.lease import LeaseOutcome
 from prefill_worker.leases import LiveLeases
-from prefill_worker.messages import CacheGrown, HeldCache, PromptDone, Released
+from prefill_worker.messages import CacheGrown, FirstToken, HeldCache, PromptDone, Released
 
 
 class Server:
@@ -32,8 +32,7 @@ class Server:
     def complete(self, *block_ids: int) -> None:
         done = PromptDone(
             attempt_id="a",
-            token_id=7,
-            finish_reason=None,
+            first_tokens=(FirstToken(7, None), FirstToken(8, None)),
             compute_s=0.0,
             num_chunks=2,
             num_cached_tokens=0,
@@ -66,14 +65,14 @@ async def test_a_follower_hears_of_each_block_once_and_of_the_end(server: Server
     # What is told while nobody listens comes in one piece.
     server.grow(3, 4, 5, 6)
     server.complete(3, 4, 5, 6, 9)
-    assert await anext(following) == Growth((6, 9), 7)
+    assert await anext(following) == Growth((6, 9), (7, 8))
     with pytest.raises(StopAsyncIteration):
         await anext(following)
 
 
 async def test_a_follower_who_comes_late_hears_all_at_once(server: Server) -> None:
     server.complete(1, 2)
-    assert [growth async for growth in server.leases.follow_lease("lease", "pair")] == [Growth((1, 2), 7)]
+    assert [growth async for growth in server.leases.follow_lease("lease", "pair")] == [Growth((1, 2), (7, 8))]
 
 
 @pytest.mark.parametrize(
