@@ -39,16 +39,15 @@ INLINE struct linear linear_from(int type, const struct linear *linear, int64_t 
     return rest;
 }
 
-/* A product's operands: weight row o begins at weight + o * weight_bytes, `in` elements; activations of row r at
- * x + r * x_stride, in the weights' order. */
+/* A product's operands: the weights of each output, `in` elements; activations of row r at x + r * x_stride, in the
+ * weights' order. */
 struct operands {
-    const char *weight;
-    size_t weight_bytes;
+    const char *weight[TILE_OUT];
     const float *x;
     size_t x_stride, in;
 };
 
-/* sums[r * stride + o] = weight row o times activation row r, for `outs` (4 or 1) and `rows`. */
+/* sums[r * stride + o] = weights of output o times activation row r, for `outs` (4 or 1) and `rows`. */
 INLINE void tile(int type, int outs, int rows, struct operands p, float *sums, size_t stride) {
     vf sum[TILE_OUT][TILE_ROWS], first, second;
 #pragma GCC unroll 4
@@ -56,11 +55,10 @@ INLINE void tile(int type, int outs, int rows, struct operands p, float *sums, s
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) sum[o][r] = splat(0.0f);
     size_t bytes = BLOCK * element_bytes(type), whole = p.in / BLOCK * BLOCK;
-    const char *w = p.weight;
-    for (size_t i = 0; i < whole; i += BLOCK, w += bytes) {
+    for (size_t i = 0, at = 0; i < whole; i += BLOCK, at += bytes) {
 #pragma GCC unroll 4
         for (int o = 0; o < outs; o++) {
-            widen(type, w + o * p.weight_bytes, &first, &second);
+            widen(type, p.weight[o] + at, &first, &second);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) sum[o][r] = fused(first, load(p.x + r * p.x_stride + i), sum[o][r]);
 #pragma GCC unroll 6
@@ -71,7 +69,7 @@ INLINE void tile(int type, int outs, int rows, struct operands p, float *sums, s
     if (whole < p.in) {
 #pragma GCC unroll 4
         for (int o = 0; o < outs; o++) {
-            widen_rest(type, w + o * p.weight_bytes, p.in - whole, &first, &second);
+            widen_rest(type, p.weight[o] + whole * element_bytes(type), p.in - whole, &first, &second);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 sum[o][r] = fused(first, load(p.x + r * p.x_stride + whole), sum[o][r]);
@@ -103,15 +101,13 @@ INLINE void tile_of_rows(int type, int outs, int rows, struct operands p, float 
     }
 }
 
-/* Any number of outputs up to TILE_OUT, of rows up to TILE_ROWS. Functions of their own: each is kilobytes. */
-#define DEFINE_TILES(NAME, TYPE)                                                                                     \
-    static __attribute__((noinline)) void NAME(int outs, int rows, struct operands p, float *sums, size_t stride) {  \
-        if (outs == TILE_OUT) {                                                                                      \
-            tile_of_rows(TYPE, TILE_OUT, rows, p, sums, stride);                                                     \
-            return;                                                                                                  \
-        }                                                                                                            \
-        for (int o = 0; o < outs; o++, p.weight += p.weight_bytes)                                                   \
-            tile_of_rows(TYPE, 1, rows, p, sums + o, stride);                                                        \
+/* One or TILE_OUT outputs, of rows up to TILE_ROWS. Functions of their own: each is kilobytes. */
+#define DEFINE_TILES(NAME, TYPE)                                                                                    \
+    static __attribute__((noinline)) void NAME(int outs, int rows, struct operands p, float *sums, size_t stride) { \
+        if (outs == TILE_OUT)                                                                                       \
+            tile_of_rows(TYPE, TILE_OUT, rows, p, sums, stride);                                                    \
+        else                                                                                                        \
+            tile_of_rows(TYPE, 1, rows, p, sums, stride);                                                           \
     }
 DEFINE_TILES(tiles_float32, FLOAT32)
 DEFINE_TILES(tiles_bfloat16, BFLOAT16)
@@ -173,10 +169,10 @@ static void linear_range(int type, const struct linear *linear, const float *x, 
     size_t column[TILE_OUT];
     for (struct walk walk = walk_outputs(from, to, 1); walk.output < to; walk_on(&walk)) {
         int outs = walk_outs(&walk);
-        struct operands p = {(const char *)linear->weight + (size_t)walk.output * row_bytes,
-                             (size_t)walk.apart * row_bytes, x, x_stride, in};
+        struct operands p = {{NULL}, x, x_stride, in};
         for (int i = 0; i < outs; i++) {
             size_t o = (size_t)(walk.output + i * walk.apart);
+            p.weight[i] = (const char *)linear->weight + o * row_bytes;
             column[i] = target.ordered ? place(type, o) : o;
             if (linear->bias) bias[i] = linear->bias[o];
         }
