@@ -26,12 +26,29 @@ GREEDY = SamplingParams(temperature=0.0)
 class BatonEngine:
     """A `TorchExecutor` over a pool of `num_blocks` blocks. Steps use the first blocks; contents do not matter."""
 
-    def __init__(self, folder: Path, dtype: str, num_blocks: int, storage: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        num_blocks: int,
+        *,
+        quantization: str = "none",
+        storage: torch.Tensor | None = None,
+    ) -> None:
         self.config = DecoderConfig.from_folder(folder)
         pool = KVPool(self.config.kv_layout(BLOCK_SIZE, dtype), num_blocks, storage=storage)
-        self._executor = TorchExecutor.from_folder(folder, pool=pool)
+        self._executor = TorchExecutor.from_folder(folder, pool=pool, quantization=quantization)
         self._num_blocks = num_blocks
         self._has_own_products = self._executor.model.has_own_products
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
+        weights = self._executor.model.weights
+        linears = [weights.head]
+        for layer in weights.layers:
+            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        return sum(linear.weight.nbytes for linear in linears)
 
     def prefill(self, num_tokens: int, start: int = 0) -> None:
         """One prompt in one chunk, or the chunk of it that begins at position `start`."""

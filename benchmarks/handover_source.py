@@ -157,7 +157,9 @@ async def _serve(pool: SourcePool, leases: LeaseTable, secrets: PairSecrets, ord
         for handle in pool.handles
     }
     model = order["model"]
-    bench = _Bench(leases, holder, model and BatonEngine(Path(model), layout.dtype, order["num_blocks"], pool.storage))
+    bench = _Bench(
+        leases, holder, model and BatonEngine(Path(model), layout.dtype, order["num_blocks"], storage=pool.storage)
+    )
     _tell(address=f"{_HOST}:{port}", secret=secrets.mint().hex(), handles=handles, raw_port=_raw_socket())
     while line := await asyncio.to_thread(sys.stdin.readline):
         await bench.obey(json.loads(line))

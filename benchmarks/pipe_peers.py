@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -13,58 +14,80 @@ from benchmarks.systems.system import CannotRunError
 from benchmarks.workload import uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from benchmarks.load import Client
     from benchmarks.systems.catalogue import Choice
 
-ROUNDS = 3
 CONTEXT_TOKENS = 128
 NEW_TOKENS = 33
+KINDS = ("bfloat16", "int8")
+# How many times a peer's rate is asked of us: (peer, figure).
+GOALS = {
+    ("llama_cpp", "decode_batch_1_int8"): 1.3,
+    ("vllm", "decode_batch_16_bfloat16"): 1.5,
+    ("vllm", "decode_batch_16_int8"): 2.5,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerScope:
+    """How peers run: `dtype` is for those that take one; each measurement is repeated `rounds` times."""
+
+    num_threads: int
+    dtype: str
+    rounds: int
 
 
 def pipe_peer_figures(
-    ours: Sequence[Figure], prompts: Sequence[int], batches: Sequence[int], num_threads: int
+    ours: Sequence[Figure], sizes: Sequence[tuple[str, int]], scope: PeerScope, progress: Callable[[str], None]
 ) -> list[Figure]:
-    """For every peer a figure a size, with our float32 figure of `ours` as `value`; why, where a peer does not run."""
-    return asyncio.run(_measure(ours, prompts, batches, num_threads))
+    """For every peer two figures a size, with ours in bfloat16 and int8 as `value`; why, where a peer does not run.
+
+    `sizes` are the beginnings of our figures' names, `prefill` or `decode`, with the number of tokens or sequences.
+    """
+    return asyncio.run(_measure(ours, sizes, scope, progress))
 
 
 async def _measure(
-    ours: Sequence[Figure], prompts: Sequence[int], batches: Sequence[int], num_threads: int
+    ours: Sequence[Figure], sizes: Sequence[tuple[str, int]], scope: PeerScope, progress: Callable[[str], None]
 ) -> list[Figure]:
     known = {figure.name: figure for figure in ours}
-    names = [f"prefill_{each}_float32" for each in prompts] + [f"decode_batch_{each}_float32" for each in batches]
     figures = []
-    for choice in (LLAMA_CPP, VLLM):
-        note = f"{choice.name}: {choice.dtype}, {num_threads} threads, over a pipe"
+    for choice in (LLAMA_CPP, replace(VLLM, dtype=scope.dtype)):
+        progress(f"{choice.name} as a peer")
+        chosen = replace(choice, num_threads=scope.num_threads)
+        note = f"{choice.name}: {choice.dtype}, {scope.num_threads} threads, over a pipe"
         rates: list[float | None]
         try:
-            rates = list(await _rates(choice, prompts, batches))
+            rates = list(await _rates(chosen, sizes, scope.rounds))
         except (CannotRunError, RequestFailedError) as error:
-            rates, note = [None] * len(names), f"not runnable here: {error}"
-        for name, rate in zip(names, rates, strict=True):
-            base = known[name]
-            figures.append(
-                Figure(
+            rates, note = [None] * len(sizes), f"not runnable here: {error}"
+        for (size, _), rate in zip(sizes, rates, strict=True):
+            for name in (f"{size}_{kind}" for kind in KINDS):
+                figure = Figure(
                     name=f"{name}_beside_{choice.kind}",
-                    value=base.value,
-                    unit=base.unit,
-                    n=base.n,
+                    value=known[name].value,
+                    unit=known[name].unit,
+                    n=known[name].n,
                     peer=choice.name,
                     peer_value=rate,
+                    goal_ratio=GOALS.get((choice.kind, name)),
                     note=note,
                 )
-            )
+                figures.append(figure)
     return figures
 
 
-async def _rates(choice: Choice, prompts: Sequence[int], batches: Sequence[int]) -> list[float]:
-    """Best tokens/s of each prompt's prefill and each batch's decode."""
+async def _rates(choice: Choice, sizes: Sequence[tuple[str, int]], rounds: int) -> list[float]:
+    """Best tokens/s of each size."""
     async with choice.start() as system:
         await warm_up(system.client)
-        rates = [max([await _prefill_rate(system.client, size) for _ in range(ROUNDS)]) for size in prompts]
-        return rates + [await _decode_rate(system.client, size) for size in batches]
+        rates = []
+        for name, size in sizes:
+            measure = _prefill_rate if name.startswith("prefill") else _decode_rate
+            rates.append(max([await measure(system.client, size) for _ in range(rounds)]))
+        return rates
 
 
 async def _prefill_rate(client: Client, num_tokens: int) -> float:

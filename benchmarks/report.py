@@ -25,7 +25,8 @@ class Figure:
     """One measured figure, beside a peer's and beside a limit of the machine, each measured in the same run.
 
     `n` counts the samples behind `value`. `ratio` and `limit_ratio` are above 1 where Baton is better than the peer or
-    than the limit, whichever way `unit` runs. `note` says what `value` leaves out.
+    than the limit, whichever way `unit` runs. `note` says what `value` leaves out. A goal is the least that one of the
+    two should be.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Figure:
     peer: str | None = None
     peer_value: float | None = None
     limit: float | None = None
+    goal_ratio: float | None = None
+    goal_limit_ratio: float | None = None
     note: str = ""
 
     @property
@@ -47,9 +50,20 @@ class Figure:
         """Which part of the limit is reached."""
         return self._times_better(self.limit)
 
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the goal is reached; None without one, and where what it is compared with was not measured."""
+        goals = ((self.ratio, self.goal_ratio), (self.limit_ratio, self.goal_limit_ratio))
+        met = [reached >= goal for reached, goal in goals if reached is not None and goal is not None]
+        return all(met) if met else None
+
     def as_json(self) -> dict[str, Any]:
-        """All fields and both ratios; what is not known is null."""
-        fields = asdict(self) | {"ratio": self.ratio, "limit_ratio": self.limit_ratio}
+        """All fields, both ratios and whether the goal is met; what is not known is null."""
+        fields = asdict(self) | {
+            "ratio": self.ratio,
+            "limit_ratio": self.limit_ratio,
+            "is_met": self.is_met,
+        }
         return {name: _finite(value) for name, value in fields.items()}
 
     def _times_better(self, other: float | None) -> float | None:
@@ -80,23 +94,34 @@ def print_figures(console: Console, title: str, figures: Iterable[Figure]) -> No
             _times(figure.ratio),
             _number(figure.limit),
             _times(figure.limit_ratio),
+            _goal(figure),
             figure.note,
         )
         for figure in figures
     ]
-    print_table(console, title, ("", "value", "unit", "n", "peer", "peer's", "ratio", "limit", "of limit", ""), rows)
+    print_table(
+        console, title, ("", "value", "unit", "n", "peer", "peer's", "ratio", "limit", "of limit", "goal", ""), rows
+    )
 
 
 def print_table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table whose numbers stand at the right. It is as wide as it must be: output may go to a file."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("", "unit", "peer", "system") else "right")
+        table.add_column(heading, justify="left" if heading in ("", "goal", "unit", "peer", "system") else "right")
     for row in rows:
         # Text, because an error of a peer may look like markup.
         table.add_row(*map(Text, row))
     width = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
     Console(file=console.file, width=width).print(table, highlight=False)
+
+
+def _goal(figure: Figure) -> str:
+    goal = figure.goal_ratio or figure.goal_limit_ratio
+    if goal is None:
+        return ""
+    verdict = {True: "met", False: "MISSED", None: "not measured"}[figure.is_met]
+    return f"{goal:.2f} {verdict}"
 
 
 def _number(value: float | None) -> str:

@@ -21,7 +21,7 @@ def resolve_dtype(dtype: str, device: str) -> str:
         return dtype
     if torch.device(device).type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(False) else "float32"
-    return "bfloat16" if _cpu_has_bfloat16() or compiler() is not None else "float32"
+    return "bfloat16" if has_bfloat16_products() or compiler() is not None else "float32"
 
 
 def require_quantization(quantization: str, device: str, stored: str | None) -> None:
@@ -38,6 +38,7 @@ def require_quantization(quantization: str, device: str, stored: str | None) -> 
         )
 
 
-def _cpu_has_bfloat16() -> bool:
+def has_bfloat16_products() -> bool:
+    """Whether the CPU multiplies bfloat16, so that PyTorch's own products are fastest in it."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))

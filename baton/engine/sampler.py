@@ -12,7 +12,7 @@ which are common in half precision, are kept or dropped together whatever order 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -23,15 +23,11 @@ if TYPE_CHECKING:
 
     from baton.core.generation import SamplingParams
 
-    # Draws one id a row from float32 probabilities [rows, vocab_size] and a key for each row; see `torch_race`.
-    Race = Callable[[torch.Tensor, Sequence[int]], list[int]]
     # Brings the elements of a tensor [n] to the host. Blocks.
     Fetch = Callable[[torch.Tensor], list[int]]
 
 # Most nuclei are far smaller than the vocabulary, and finding the largest few is far cheaper than sorting it.
 NUCLEUS_CANDIDATES = 1024
-# Logits that are searched for the position of the largest.
-SPAN = 256
 
 _MASK64, _MASK32 = (1 << 64) - 1, (1 << 32) - 1
 _GOLDEN, _GOLDEN32 = 0x9E3779B97F4A7C15, 0x9E3779B9
@@ -58,16 +54,42 @@ def to_list(values: torch.Tensor) -> list[int]:
     return elements
 
 
-def torch_race(probabilities: torch.Tensor, keys: Sequence[int], fetch: Fetch = to_list) -> list[int]:
-    """Each row's id with the largest probability divided by -log(uniform), the lowest among equals.
+class Race(Protocol):
+    """The searches through whole rows; each row's result depends on that row alone. Both block."""
 
-    Takes float32 [rows, vocab_size], not necessarily of sum 1, each row with one above 0, and a `race_key` a row.
-    Blocks.
-    """
-    ids = (probabilities > 0).any(dim=0).nonzero()[:, 0]
-    times = uniforms(keys, ids).log_().neg_()
-    places = torch.div(probabilities[:, ids], times, out=times).argmax(dim=-1)
-    return fetch(ids[places])
+    def __call__(self, probabilities: torch.Tensor, keys: Sequence[int]) -> list[int]:
+        """Each row's id with the largest probability divided by -log(uniform), the lowest among equals.
+
+        Takes float32 [rows, vocab_size], not necessarily of sum 1, each row with one above 0, and a `race_key` a row.
+        """
+        ...
+
+    def largest(self, logits: torch.Tensor) -> list[int]:
+        """The lowest id with the row's largest logit, of float32 [rows, vocab_size]; -1 without a finite maximum."""
+        ...
+
+
+class TorchRace:
+    """The searches by PyTorch, on any device, from which `fetch` brings what they find. Implements `Race`."""
+
+    def __init__(self, fetch: Fetch = to_list) -> None:
+        self._fetch = fetch
+
+    def __call__(self, probabilities: torch.Tensor, keys: Sequence[int]) -> list[int]:
+        """See `Race`."""
+        ids = (probabilities > 0).any(dim=0).nonzero()[:, 0]
+        times = uniforms(keys, ids).log_().neg_()
+        places = torch.div(probabilities[:, ids], times, out=times).argmax(dim=-1)
+        return self._fetch(ids[places])
+
+    def largest(self, logits: torch.Tensor) -> list[int]:
+        """See `Race`."""
+        best, ids = logits.max(dim=-1)
+        # One question to the device.
+        return self._fetch(ids.masked_fill(best.isfinite().logical_not(), -1))
+
+
+torch_race = TorchRace()
 
 
 def sample(
@@ -75,7 +97,6 @@ def sample(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     race: Race = torch_race,
-    fetch: Fetch = to_list,
 ) -> list[int]:
     """One token a row: `logits` is float32 [rows, vocab_size], `positions[i]` where row i's token will stand.
 
@@ -83,9 +104,7 @@ def sample(
     logit, the lowest id among equals. Blocks until the tokens are known. InternalError when a row has no finite
     maximum.
     """
-    best, greedy = _largest(logits)
-    # One question to the device: -1 stands for a row without a finite maximum.
-    tokens = fetch(greedy.masked_fill(best.isfinite().logical_not(), -1))
+    tokens = race.largest(logits)
     if -1 in tokens:
         raise InternalError("the model's logits are not finite")
     drawn = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
@@ -96,22 +115,6 @@ def sample(
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return tokens
-
-
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest logit, NaN where there is one, and its lowest id."""
-    vocab_size = logits.shape[1]
-    num_spans = vocab_size // SPAN
-    if num_spans < 2 or logits.device.type != "cpu":
-        return logits.max(dim=-1)
-    # On a CPU PyTorch finds a maximum several times faster than its position: so the position is sought in one span.
-    spans = logits[:, : num_spans * SPAN].view(-1, num_spans, SPAN).amax(dim=-1)
-    if num_spans * SPAN < vocab_size:
-        spans = torch.cat((spans, logits[:, num_spans * SPAN :].amax(dim=-1, keepdim=True)), dim=1)
-    ids = spans.argmax(dim=-1, keepdim=True) * SPAN + torch.arange(SPAN)
-    ids.clamp_(max=vocab_size - 1)
-    best, within = logits.gather(1, ids).max(dim=-1)
-    return best, ids.gather(1, within[:, None])[:, 0]
 
 
 def _mix(value: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,7 @@ from baton.engine.native.chunks import ChunkKernels
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.native.race import NativeRace
 from baton.engine.out_of_memory import is_out_of_memory
-from baton.engine.sampler import sample, to_list, torch_race
+from baton.engine.sampler import TorchRace, sample, torch_race
 from baton.engine.sharding import WHOLE
 from baton.engine.staging import Staging
 from baton.engine.weights import DecoderWeights, WeightForm
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from baton.engine.executor import Executor
     from baton.engine.kv_pool import KVPool
     from baton.engine.rank_group import RankGroup
-    from baton.engine.sampler import Fetch, Race
+    from baton.engine.sampler import Race
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ _log = logging.getLogger(__name__)
 class TorchExecutor:
     """Runs steps of a decoder over a pool. Implements `Executor`; used from one thread, keeps no sequence state.
 
-    With a `decoder`, slices of one token go to it; `race` draws sampled tokens. Computes with as many threads as
+    With a `decoder`, slices of one token go to it; `race` searches the logits. Computes with as many threads as
     `cores` gives, or without it with those that PyTorch had when this was made.
     """
 
@@ -66,10 +65,8 @@ class TorchExecutor:
         self._num_threads = torch.get_num_threads()
         self._decoder = decoder
         self._race = race
-        self._fetch: Fetch = to_list
         if pool.device.type != "cpu":
-            self._fetch = Staging(pool.device).download
-            self._race = partial(torch_race, fetch=self._fetch)
+            self._race = TorchRace(Staging(pool.device).download)
         self._graphs: DecodeGraphs | None = None
         self._pool = pool
         self.layout: KVLayout = pool.layout
@@ -256,7 +253,7 @@ class TorchExecutor:
         return logprobs
 
     def _sample(self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-        return sample(logits, params, positions, self._race, self._fetch)
+        return sample(logits, params, positions, self._race)
 
 
 def warm_up(executor: Executor) -> None:

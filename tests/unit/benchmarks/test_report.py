@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FIELDS = {"name", "value", "unit", "n", "peer", "peer_value", "ratio", "limit", "limit_ratio", "note"}
+FIELDS |= {"goal_ratio", "goal_limit_ratio", "is_met"}
 
 
 def test_more_of_a_rate_is_better() -> None:
@@ -25,6 +27,17 @@ def test_less_of_a_time_is_better() -> None:
     figure = Figure(name="ttft", value=0.2, unit="s", n=5, peer="other", peer_value=0.3, limit=0.1)
     assert figure.ratio == pytest.approx(1.5)
     assert figure.limit_ratio == pytest.approx(0.5)
+
+
+def test_a_goal_is_met_missed_or_not_measured() -> None:
+    figure = Figure(name="decode", value=30.0, unit="tokens/s", n=5, peer="other", peer_value=20.0, goal_ratio=1.5)
+    assert figure.is_met is True
+    assert replace(figure, peer_value=21.0).is_met is False
+    assert replace(figure, peer_value=None).is_met is None
+    assert replace(figure, goal_ratio=None).is_met is None
+    within = Figure(name="start", value=9.0, unit="s", n=1, limit=15.0, goal_limit_ratio=1.0)
+    assert within.is_met is True
+    assert replace(within, value=16.0).is_met is False
 
 
 def test_json_has_every_field_and_null_for_what_is_not_known() -> None:

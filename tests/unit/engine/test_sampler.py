@@ -41,22 +41,24 @@ def test_greedy_takes_the_largest():
 
 
 @pytest.mark.parametrize("vocab_size", [7, 255, 512, 1000, 49152])
-def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
+def test_greedy_takes_the_lowest_id_among_equals(vocab_size, native_race):
     logits = torch.zeros(3, vocab_size)
     logits[1, 3:] = 1.0
     logits[2, [2, vocab_size - 1]] = 1.0
-    assert sample(logits, [GREEDY] * 3, [0, 0, 0]) == [0, 3, 2]
+    for race in (torch_race, native_race):
+        assert sample(logits, [GREEDY] * 3, [0, 0, 0], race) == [0, 3, 2]
 
 
 @pytest.mark.parametrize("vocab_size", [256, 511, 512, 513, 1000])
-def test_greedy_finds_the_largest_wherever_it_is(vocab_size):
+def test_greedy_finds_the_largest_wherever_it_is(vocab_size, native_race):
     """In every position, in a vocabulary that is no multiple of what is searched at a time, with equals after it."""
     places = range(vocab_size)
     logits = torch.randn(vocab_size, vocab_size)
     logits[places, places] = 9.0
     for row in places:
         logits[row, row + 1 :: 100] = 9.0
-    assert sample(logits, [GREEDY] * vocab_size, [0] * vocab_size) == list(places)
+    for race in (torch_race, native_race):
+        assert sample(logits, [GREEDY] * vocab_size, [0] * vocab_size, race) == list(places)
 
 
 def test_the_distribution_is_that_of_the_logits():
@@ -232,8 +234,16 @@ def test_rounding_changes_few_draws(native_race):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("vocab_size", [9, 1000])
-def test_logits_that_are_not_finite_are_an_error(bad, vocab_size):
+@pytest.mark.parametrize("place", [4, -1])
+def test_logits_that_are_not_finite_are_an_error(bad, vocab_size, place, native_race):
     logits = torch.zeros(2, vocab_size)
-    logits[1, 4] = bad
-    with pytest.raises(InternalError, match="not finite"):
-        sample(logits, [GREEDY, GREEDY], [0, 0])
+    logits[1, place] = bad
+    for race in (torch_race, native_race):
+        with pytest.raises(InternalError, match="not finite"):
+            sample(logits, [GREEDY, GREEDY], [0, 0], race)
+
+
+def test_forbidden_tokens_are_no_fault(native_race):
+    logits = torch.full((1, 1000), -math.inf)
+    logits[0, 700] = -3.0
+    assert sample(logits, [GREEDY], [0], native_race) == [700]
