@@ -283,7 +283,7 @@ class DecodeScheduler:
             (sequence, branch)
             for sequence in self._running.values()
             for branch in sequence.branches
-            if len(branch.block_table) < branch.blocks_for_step(block_size)
+            if branch.last_position >= len(branch.block_table) * block_size
         ]
         if len(needy) > self._pool.num_free:
             needy.sort(key=_order_of_first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
@@ -10,10 +11,13 @@ from baton.core.model import blocks_of_choices
 from baton.core.workers import Route, WorkerRole, WorkerState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from baton.core.model import ModelFingerprint
     from baton.core.workers import Ticket, WorkerRecord, WorkerView
+
+# An enumeration looks its members up slowly, and these are asked for once for each worker.
+_READY, _PREFILL = WorkerState.READY, WorkerRole.PREFILL
 
 
 class Router:
@@ -41,10 +45,16 @@ class Router:
         name; the lot is the ticket's, so that every gateway decides alike. Lives of workers that the ticket avoids are
         left out. Takes time in proportion to the number of workers, not of pairs: the sides are chosen apart.
         """
+        # What a grant takes of a worker: the prompt's blocks, and on the decode side those of a share of each output.
+        num_output = math.ceil(ticket.max_tokens * self._share)
+        prefill_blocks = cache(partial(blocks_for, ticket.prompt_tokens))
+        decode_blocks = cache(partial(blocks_of_choices, ticket.prompt_tokens, num_output, ticket.num_choices))
         best: tuple[_Rank, WorkerView, WorkerView] | None = None
-        for prefills, decodes in self._sides([view for view in views if view.record.incarnation not in ticket.avoids]):
+        for prefills, decodes in self._sides(views, ticket.avoids):
             least = _best_pair(
-                ticket, _least_loaded(prefills, ticket, self._share), _least_loaded(decodes, ticket, self._share)
+                ticket,
+                _least_loaded(prefills, _work(prefills, ticket), ticket, 1, prefill_blocks),
+                _least_loaded(decodes, _memory(decodes), ticket, ticket.num_choices, decode_blocks),
             )
             if least is not None and (best is None or least[0] < best[0]):
                 best = least
@@ -54,8 +64,8 @@ class Router:
         return Route(
             prefill_id=prefill.record.worker_id,
             decode_id=decode.record.worker_id,
-            prefill_blocks=_blocks_of(prefill, ticket, self._share),
-            decode_blocks=_blocks_of(decode, ticket, self._share),
+            prefill_blocks=prefill_blocks(prefill.record.block_size),
+            decode_blocks=decode_blocks(decode.record.block_size),
             prefill_tokens=ticket.uncached_tokens(prefill.record),
         )
 
@@ -89,26 +99,41 @@ class Router:
         theirs, ours = record.fingerprint, self._fingerprint
         return (theirs.model, theirs.weights, theirs.tokenizer) == (ours.model, ours.weights, ours.tokenizer)
 
-    def _sides(self, views: Sequence[WorkerView]) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
+    def _sides(
+        self, views: Iterable[WorkerView], avoids: Collection[str] = ()
+    ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
         """Prefill workers that compute alike, and the decode workers that can take over from any of them.
 
         Hosts and block sizes may differ: some transport joins any two, and the reader lays the blocks out anew.
+        Lives that are in `avoids` are left out.
         """
-        by_numerics: dict[tuple[str, str], list[WorkerView]] = {}
-        decodes = []
+        # Workers of one deployment mostly share one fingerprint, so it is looked into once, not for each of them.
+        sharing: dict[int, _Group] = {}
+        fingerprint, group = None, _new_group()
         for view in views:
-            if view.record.state is not WorkerState.READY or not self.fits(view.record):
-                continue
-            if view.record.role is WorkerRole.PREFILL:
-                by_numerics.setdefault(view.record.fingerprint.numerics, []).append(view)
-            else:
-                decodes.append(view)
-        for numerics, prefills in by_numerics.items():
-            takers = [d for d in decodes if d.record.converts_dtype or d.record.fingerprint.numerics == numerics]
-            yield prefills, takers
+            record = view.record
+            if record.fingerprint is not fingerprint:
+                fingerprint = record.fingerprint
+                group = sharing.setdefault(id(fingerprint), _new_group())
+            if record.state is _READY and record.incarnation not in avoids:
+                group[0 if record.role is _PREFILL else 2 if record.converts_dtype else 1].append(view)
+        by_numerics: dict[tuple[str, str], tuple[list[WorkerView], list[WorkerView]]] = {}
+        all_converters: list[WorkerView] = []
+        for prefills, decodes, converters in sharing.values():
+            first = next(iter(prefills or decodes or converters), None)
+            if first is not None and self.fits(first.record):
+                alike = by_numerics.setdefault(first.record.fingerprint.numerics, ([], []))
+                alike[0].extend(prefills)
+                alike[1].extend(decodes)
+                all_converters += converters
+        for prefills, decodes in by_numerics.values():
+            if prefills:
+                yield prefills, decodes + all_converters
 
 
 _Load: TypeAlias = tuple[float, float]
+# Prefill workers, decode workers, and decode workers that convert.
+_Group: TypeAlias = "tuple[list[WorkerView], list[WorkerView], list[WorkerView]]"
 _Turn: TypeAlias = tuple[int, str]
 _Rank: TypeAlias = tuple[float, float, float, bool, _Turn, _Turn]
 
@@ -118,45 +143,52 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _blocks_of(view: WorkerView, ticket: Ticket, share: float) -> int:
-    """What a grant takes of a worker: the prompt's blocks, and on the decode side those of a share of each output."""
-    if view.record.role is WorkerRole.PREFILL:
-        return blocks_for(ticket.prompt_tokens, view.record.block_size)
-    num_output = math.ceil(ticket.max_tokens * share)
-    return blocks_of_choices(ticket.prompt_tokens, num_output, ticket.num_choices, view.record.block_size)
-
-
 def _capacity(record: WorkerRecord, prompt_tokens: int, num_choices: int) -> int:
     """The most positions, those of the prompt included, that each output could have in the whole pool."""
     num_shared = prompt_tokens // record.block_size
     return (num_shared + (record.num_blocks - num_shared) // num_choices) * record.block_size
 
 
-def _has_credit(view: WorkerView, ticket: Ticket, share: float) -> bool:
-    return (
-        view.free_seqs >= (1 if view.record.role is WorkerRole.PREFILL else ticket.num_choices)
-        and view.free_blocks >= _blocks_of(view, ticket, share)
-        and ticket.prompt_tokens + ticket.max_tokens <= view.record.max_context_tokens
-    )
+def _new_group() -> _Group:
+    return [], [], []
 
 
-def _least_loaded(views: Iterable[WorkerView], ticket: Ticket, share: float) -> tuple[_Load, list[WorkerView]]:
-    """Of the workers with credit those with the least load, and that load: of work or of memory, then of sequences."""
+def _least_loaded(
+    views: Sequence[WorkerView], loads: Sequence[float], ticket: Ticket, num_seqs: int, blocks_of: Callable[[int], int]
+) -> tuple[_Load, list[WorkerView]]:
+    """Of the workers with credit those with the least load, and that load: of work or of memory, then of sequences.
+
+    `loads` has the former of each. A worker must have `num_seqs` slots, and blocks, of which the number follows from
+    their size.
+    """
     least: _Load = (math.inf, math.inf)
     found: list[WorkerView] = []
-    for view in views:
-        load = (_work_or_memory(view, ticket), view.granted_seqs / max(1, view.record.max_num_seqs))
-        if load <= least and _has_credit(view, ticket, share):
+    longest = ticket.prompt_tokens + ticket.max_tokens
+    for work_or_memory, view in zip(loads, views, strict=True):
+        if work_or_memory > least[0]:
+            continue
+        record = view.record
+        load = (work_or_memory, view.granted_seqs / (record.max_num_seqs or 1))
+        if load > least or view.free_seqs < num_seqs or longest > record.max_context_tokens:
+            continue
+        if view.free_blocks >= blocks_of(record.block_size):
             if load < least:
                 least, found = load, []
             found.append(view)
     return least, found
 
 
-def _work_or_memory(view: WorkerView, ticket: Ticket) -> float:
-    if view.record.role is WorkerRole.PREFILL:
-        return view.granted_tokens + ticket.uncached_tokens(view.record)
-    return view.granted_blocks / max(1, view.record.num_blocks)
+def _work(views: Sequence[WorkerView], ticket: Ticket) -> list[float]:
+    """The tokens that each prefill worker has to compute until the ticket's prompt is done."""
+    if not ticket.cached:
+        prompt_tokens = ticket.prompt_tokens
+        return [view.granted_tokens + prompt_tokens for view in views]
+    return [view.granted_tokens + ticket.uncached_tokens(view.record) for view in views]
+
+
+def _memory(views: Sequence[WorkerView]) -> list[float]:
+    """The share of each decode worker's blocks that is taken."""
+    return [view.granted_blocks / (view.record.num_blocks or 1) for view in views]
 
 
 def _best_pair(
@@ -166,38 +198,39 @@ def _best_pair(
     (prefill_load, least_prefills), (decode_load, least_decodes) = prefills, decodes
     if not least_prefills or not least_decodes:
         return None
-    first_prefill = _first_by_host(least_prefills, ticket)
-    first_decode = _first_by_host(least_decodes, ticket)
+    first_prefill, first_decode = _first_by_host(least_prefills, ticket), _first_by_host(least_decodes, ticket)
     shared = first_prefill.keys() & first_decode.keys()
     if shared:
-        host = min(shared, key=lambda name: (_turn(first_prefill[name], ticket), _turn(first_decode[name], ticket)))
+        host = min(shared, key=lambda name: (first_prefill[name][0], first_decode[name][0]))
         prefill, decode = first_prefill[host], first_decode[host]
     else:
-        prefill = min(first_prefill.values(), key=lambda view: _turn(view, ticket))
-        decode = min(first_decode.values(), key=lambda view: _turn(view, ticket))
+        prefill, decode = min(first_prefill.values(), key=_turn), min(first_decode.values(), key=_turn)
     rank = (
         prefill_load[0],
         decode_load[0],
         prefill_load[1] + decode_load[1],
         not shared,
-        _turn(prefill, ticket),
-        _turn(decode, ticket),
+        prefill[0],
+        decode[0],
     )
-    return rank, prefill, decode
+    return rank, prefill[1], decode[1]
 
 
-def _first_by_host(views: Iterable[WorkerView], ticket: Ticket) -> dict[str, WorkerView]:
-    first: dict[str, WorkerView] = {}
+def _first_by_host(views: Iterable[WorkerView], ticket: Ticket) -> dict[str, tuple[_Turn, WorkerView]]:
+    """By host whose turn is first, and that turn: of prefill workers by lot, of decode workers by name."""
+    beginning = crc32(f"{ticket.attempt_id}/".encode())
+    first: dict[str, tuple[_Turn, WorkerView]] = {}
     for view in views:
-        known = first.get(view.record.host_id)
-        if known is None or _turn(view, ticket) < _turn(known, ticket):
-            first[view.record.host_id] = view
+        name, host_id = view.record.worker_id, view.record.host_id
+        turn = (crc32(name.encode(), beginning) if view.record.role is _PREFILL else 0, name)
+        known = first.get(host_id)
+        if known is None or turn < known[0]:
+            first[host_id] = (turn, view)
     return first
 
 
-def _turn(view: WorkerView, ticket: Ticket) -> _Turn:
-    name = view.record.worker_id
-    return crc32(f"{ticket.attempt_id}/{name}".encode()) if view.record.role is WorkerRole.PREFILL else 0, name
+def _turn(candidate: tuple[_Turn, WorkerView]) -> _Turn:
+    return candidate[0]
 
 
 def _holds(record: WorkerRecord, prompt_tokens: int) -> bool:

@@ -242,7 +242,8 @@ def simulate(  # noqa: PLR0913 flags of the command
         wanted_first_token_s=wanted_s,
     )
     with _one_line_errors():
-        run_simulation(scenario, _report_console(), find_ratio=find_ratio)
+        if not run_simulation(scenario, _report_console(), find_ratio=find_ratio):
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _setting_flags(settings: list[str]) -> list[str]:

@@ -37,6 +37,9 @@ class Keys:
             f"{self._tag}:load",  # hash: sums, rates and turns of the classes
             f"{self._tag}:seats",  # hash: class|tenant with waiting tickets -> its place in the class's turns
             f"{self._tag}:turns",  # sorted set by name: class|seat|tenant, the order of the turns
+            # Never written. A cluster's node whose slot is on the way to another one begins no script of which a key is
+            # absent; one with all its keys would fail in its middle, at the first that it has just emptied.
+            f"{self._tag}:absent",
         ]
 
     @property

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import Connection, SSLConnection
-from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
+from redis.exceptions import ClusterDownError, MovedError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_HAS_MOVED = (MovedError, AskError, ClusterDownError)
+_HAS_MOVED = (MovedError, ClusterDownError)
 
 
 class SlotOwner:

@@ -24,7 +24,8 @@ class ScoredIds:
     top: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: one is made for every token of every decode step, and a frozen one takes three times as long to make.
+@dataclass(slots=True, kw_only=True)
 class SequenceSlice:
     """The part of one sequence that a step computes: a prefill chunk, or one token of a decode step.
 

@@ -80,23 +80,6 @@ class _ClassQueue:
         return ahead
 
 
-class _Worker:
-    """A worker and what grants hold of it, as policies see it."""
-
-    def __init__(self, record: WorkerRecord) -> None:
-        self.view = WorkerView(record=record, granted_blocks=0, granted_seqs=0, heartbeat_age_s=0.0)
-
-    def charge(self, blocks: int, seqs: int, tokens: int) -> None:
-        view = self.view
-        self.view = WorkerView(
-            record=view.record,
-            granted_blocks=view.granted_blocks + blocks,
-            granted_seqs=view.granted_seqs + seqs,
-            heartbeat_age_s=0.0,
-            granted_tokens=view.granted_tokens + tokens,
-        )
-
-
 @dataclass(slots=True)
 class _Grant:
     queue_class: str
@@ -110,7 +93,8 @@ class QueueTwin:
     def __init__(self, classes: Mapping[str, ClassLimits]) -> None:
         self._limits = classes
         self._queues = {name: _ClassQueue() for name in sorted(classes)}
-        self._workers: dict[str, _Worker] = {}
+        # By id, in its order: the workers and what grants hold of them, as policies see it.
+        self._views: dict[str, WorkerView] = {}
         self._entries: dict[str, _Entry] = {}
         self._request_ids: dict[str, str] = {}
         self._grants: dict[str, _Grant] = {}
@@ -124,8 +108,8 @@ class QueueTwin:
 
     def register(self, record: WorkerRecord) -> None:
         """Adds a worker."""
-        self._workers[record.worker_id] = _Worker(record)
-        self._workers = dict(sorted(self._workers.items()))
+        self._views[record.worker_id] = WorkerView(record=record, granted_blocks=0, granted_seqs=0, heartbeat_age_s=0.0)
+        self._views = dict(sorted(self._views.items()))
 
     def admit(self, ticket: Ticket, now_ms: int) -> Admitted | Refused:
         """See admit.lua. An attempt is admitted once."""
@@ -153,7 +137,7 @@ class QueueTwin:
         """What the policy decides on; see `snapshot()` in common.lua."""
         return Snapshot(
             heads=tuple(self._head(queue, now_ms) for queue in self._queues.values() if queue.tenants),
-            views=tuple(worker.view for worker in self._workers.values()),
+            views=tuple(self._views.values()),
             taken_us=now_ms * 1000,
             reservation=self._valid_reservation(),
         )
@@ -184,8 +168,8 @@ class QueueTwin:
         self._dequeue(entry)
         if ticket.tenant in queue.tenants:
             queue.tenants[ticket.tenant] = queue.tenants.pop(ticket.tenant)
-        self._workers[route.prefill_id].charge(route.prefill_blocks, 1, route.prefill_tokens)
-        self._workers[route.decode_id].charge(route.decode_blocks, ticket.num_choices, 0)
+        self._charge(route.prefill_id, route.prefill_blocks, 1, route.prefill_tokens)
+        self._charge(route.decode_id, route.decode_blocks, ticket.num_choices, 0)
         queue.num_prefills += 1
         self._grants[attempt_id] = _Grant(ticket.queue_class, route)
         self._take_turn(queue, limits, now_ms, entry.since_ms)
@@ -210,7 +194,7 @@ class QueueTwin:
             grant.holds_prefill = False
             self._queues[grant.queue_class].num_prefills -= 1
             route = grant.route
-            self._workers[route.prefill_id].charge(-route.prefill_blocks, -1, -route.prefill_tokens)
+            self._charge(route.prefill_id, -route.prefill_blocks, -1, -route.prefill_tokens)
 
     def end(self, attempt_id: str) -> None:
         """Ends a ticket whatever its state."""
@@ -221,9 +205,19 @@ class QueueTwin:
         if attempt_id in self._grants:
             self.release_prefill(attempt_id)
             route = self._grants.pop(attempt_id).route
-            self._workers[route.decode_id].charge(-route.decode_blocks, -entry.ticket.num_choices, 0)
+            self._charge(route.decode_id, -route.decode_blocks, -entry.ticket.num_choices, 0)
         else:
             self._dequeue(entry)
+
+    def _charge(self, worker_id: str, blocks: int, seqs: int, tokens: int) -> None:
+        view = self._views[worker_id]
+        self._views[worker_id] = WorkerView(
+            record=view.record,
+            granted_blocks=view.granted_blocks + blocks,
+            granted_seqs=view.granted_seqs + seqs,
+            heartbeat_age_s=0.0,
+            granted_tokens=view.granted_tokens + tokens,
+        )
 
     def _full(self, queue: _ClassQueue, limits: ClassLimits, ticket: Ticket) -> Refused | None:
         waiting, tokens = queue.num_waiting, queue.waiting_tokens
@@ -281,7 +275,7 @@ class QueueTwin:
 
     def _has_credit(self, worker_id: str, blocks: int, seqs: int, kept: Reservation | None) -> bool:
         """Whether a worker has so much beside what is kept for another ticket."""
-        view = self._workers[worker_id].view
+        view = self._views[worker_id]
         if kept is not None:
             (view,) = kept.hide_from([view])
         return view.free_blocks >= blocks and view.free_seqs >= seqs

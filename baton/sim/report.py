@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from array import array
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from baton.sim.simulation import Outcome
 
@@ -54,48 +55,76 @@ class Report:
     goodput: float
     fairness: float
 
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome], *, wanted_first_token_s: float) -> Report:
-        """The report on the outcomes of a run; there is at least one."""
-        by_class: dict[str, list[Outcome]] = defaultdict(list)
-        for outcome in outcomes:
-            by_class[outcome.queue_class].append(outcome)
-        lasted_s = max(outcome.ended_s for outcome in outcomes)
-        num_good = sum(
-            outcome.end == "tokens" and outcome.first_token_s - outcome.arrival.at_s <= wanted_first_token_s
-            for outcome in outcomes
+
+class Tally:
+    """Counts a run's outcomes, and keeps about 40 bytes of each."""
+
+    def __init__(self, *, wanted_first_token_s: float) -> None:
+        self._wanted_first_token_s = wanted_first_token_s
+        self._classes: dict[str, _ClassTally] = {}
+        self._wanted: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
+        self._num_good = 0
+        self._lasted_s = 0.0
+
+    @property
+    def num_ended(self) -> int:
+        """Outcomes so far."""
+        return self._wanted.total()
+
+    @property
+    def lasted_s(self) -> float:
+        """When the last of them ended, by the virtual clock."""
+        return self._lasted_s
+
+    def add(self, outcome: Outcome) -> None:
+        """Counts one request that ended."""
+        is_served, tenant = outcome.end == "tokens", outcome.arrival.tenant
+        self._lasted_s = max(self._lasted_s, outcome.ended_s)
+        self._wanted[tenant] += 1
+        self._served[tenant] += is_served
+        first_token_s = outcome.first_token_s - outcome.arrival.at_s
+        self._num_good += is_served and first_token_s <= self._wanted_first_token_s
+        if outcome.queue_class not in self._classes:
+            self._classes[outcome.queue_class] = _ClassTally()
+        self._classes[outcome.queue_class].add(outcome)
+
+    def report(self) -> Report:
+        """The report on the outcomes so far."""
+        fair = max_min_shares(self._wanted, self._served.total())
+        return Report(
+            classes={name: group.report() for name, group in sorted(self._classes.items())},
+            lasted_s=self._lasted_s,
+            goodput=self._num_good / self._lasted_s if self._lasted_s > 0 else 0.0,
+            fairness=min((self._served[tenant] / share for tenant, share in fair.items() if share > 0), default=1.0),
         )
-        return cls(
-            classes={name: _class_report(group) for name, group in sorted(by_class.items())},
-            lasted_s=lasted_s,
-            goodput=num_good / lasted_s if lasted_s > 0 else 0.0,
-            fairness=_fairness(outcomes),
+
+
+class _ClassTally:
+    def __init__(self) -> None:
+        self._ends: Counter[str] = Counter()
+        # Seconds; eight bytes each.
+        self._queue, self._first_token, self._per_token, self._whole = (array("d") for _ in range(4))
+
+    def add(self, outcome: Outcome) -> None:
+        self._ends[outcome.end] += 1
+        if outcome.end != "tokens":
+            return
+        arrival = outcome.arrival
+        self._queue.append(outcome.granted_s - arrival.at_s)
+        self._first_token.append(outcome.first_token_s - arrival.at_s)
+        self._whole.append(outcome.ended_s - arrival.at_s)
+        if arrival.output_tokens > 1:
+            self._per_token.append((outcome.ended_s - outcome.first_token_s) / (arrival.output_tokens - 1))
+
+    def report(self) -> ClassReport:
+        return ClassReport(
+            ends=self._ends,
+            queue=Percentiles.of(self._queue),
+            time_to_first_token=Percentiles.of(self._first_token),
+            time_per_output_token=Percentiles.of(self._per_token),
+            whole=Percentiles.of(self._whole),
         )
-
-
-def _class_report(outcomes: Sequence[Outcome]) -> ClassReport:
-    served = [outcome for outcome in outcomes if outcome.end == "tokens"]
-    return ClassReport(
-        ends=Counter(outcome.end for outcome in outcomes),
-        queue=Percentiles.of(outcome.granted_s - outcome.arrival.at_s for outcome in served),
-        time_to_first_token=Percentiles.of(outcome.first_token_s - outcome.arrival.at_s for outcome in served),
-        time_per_output_token=Percentiles.of(
-            (outcome.ended_s - outcome.first_token_s) / (outcome.arrival.output_tokens - 1)
-            for outcome in served
-            if outcome.arrival.output_tokens > 1
-        ),
-        whole=Percentiles.of(outcome.ended_s - outcome.arrival.at_s for outcome in served),
-    )
-
-
-def _fairness(outcomes: Sequence[Outcome]) -> float:
-    wanted: Counter[str] = Counter()
-    served: Counter[str] = Counter()
-    for outcome in outcomes:
-        wanted[outcome.arrival.tenant] += 1
-        served[outcome.arrival.tenant] += outcome.end == "tokens"
-    fair = max_min_shares(wanted, served.total())
-    return min((served[tenant] / share for tenant, share in fair.items() if share > 0), default=1.0)
 
 
 def max_min_shares(wanted: Mapping[str, int], total: float) -> dict[str, float]:

@@ -21,7 +21,7 @@ from baton.sim.workers import SimDecode, SimPrefill, WorkerSize
 from gateway.routing import Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from baton.core.workers import Route
     from baton.sim.load import Arrival
@@ -74,14 +74,20 @@ class Simulation:
         self._now_s = 0.0
         self._waiting: dict[str, Outcome] = {}
         self._running: dict[str, Outcome] = {}
+        self._ended: list[Outcome] = []
 
-    def run(self, arrivals: Iterable[Arrival]) -> list[Outcome]:
-        """All requests with their ends. AssertionError when a block or a credit is left over."""
-        outcomes: list[Outcome] = []
-        for arrival in arrivals:
+    def run(self, arrivals: Iterable[Arrival]) -> Iterator[Outcome]:
+        """All requests as they end; none is kept. AssertionError when a block or a credit is left over.
+
+        `arrivals` are in the order of their times.
+        """
+        for number, arrival in enumerate(arrivals):
             self._run_until(arrival.at_s)
-            outcomes.append(self._arrive(arrival, str(len(outcomes))))
+            self._arrive(arrival, str(number))
+            yield from self._ended
+            self._ended.clear()
         self._run_until(float("inf"))
+        yield from self._ended
         assert not self._waiting, "requests wait and nothing happens any more"
         assert not self._running, "requests run and nothing happens any more"
         for prefill in self._prefills.values():
@@ -89,7 +95,6 @@ class Simulation:
         for decode in self._decodes.values():
             decode.assert_idle()
         assert all(view.granted_blocks == view.granted_seqs == 0 for view in self._twin.snapshot(0).views)
-        return outcomes
 
     @property
     def _now_ms(self) -> int:
@@ -105,7 +110,7 @@ class Simulation:
         if end_s != float("inf"):
             self._now_s = end_s
 
-    def _arrive(self, arrival: Arrival, name: str) -> Outcome:
+    def _arrive(self, arrival: Arrival, name: str) -> None:
         queue_class = self._classes.classify(arrival.prompt_tokens)
         outcome = Outcome(arrival, queue_class.name)
         ticket = Ticket(
@@ -119,18 +124,16 @@ class Simulation:
         )
         answer = self._twin.admit(ticket, self._now_ms)
         if not isinstance(answer, Admitted):
-            outcome.end = "late" if answer.why == "late" else "full"
-            outcome.ended_s = self._now_s
-            return outcome
+            self._end(outcome, "late" if answer.why == "late" else "full")
+            return
         self._waiting[name] = outcome
         self._after(queue_class.queue_timeout_s, lambda: self._time_out(name))
         self._dispatch()
-        return outcome
 
     def _time_out(self, name: str) -> None:
         outcome = self._waiting.pop(name, None)
         if outcome is not None:
-            outcome.end, outcome.ended_s = "timeout", self._now_s
+            self._end(outcome, "timeout")
             self._twin.end(name)
             self._dispatch()
 
@@ -216,10 +219,13 @@ class Simulation:
         self._step_decode(worker_id)
 
     def _finish(self, name: str) -> None:
-        outcome = self._running.pop(name)
-        outcome.end, outcome.ended_s = "tokens", self._now_s
+        self._end(self._running.pop(name), "tokens")
         self._twin.end(name)
         self._dispatch()
+
+    def _end(self, outcome: Outcome, end: str) -> None:
+        outcome.end, outcome.ended_s = end, self._now_s
+        self._ended.append(outcome)
 
 
 def _record(worker_id: str, role: WorkerRole, size: WorkerSize) -> WorkerRecord:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -143,6 +144,70 @@ async def test_a_cluster_is_served_from_any_node_and_after_its_owner_died(tmp_pa
 
 async def has_no_grants(queue: AdmissionQueue) -> bool:
     return all(view.granted_seqs == 0 for view in await queue.workers())
+
+
+async def move_slot(source: Node, target: Node, others: list[Node], *, meanwhile: Callable[[], Any]) -> None:
+    """Moves our slot and its keys as `redis-cli --cluster reshard` does; `meanwhile` runs before, between and after."""
+    source_id, target_id = await source.ask("CLUSTER MYID"), await target.ask("CLUSTER MYID")
+    await target.ask("CLUSTER", "SETSLOT", SLOT, "IMPORTING", source_id)
+    await source.ask("CLUSTER", "SETSLOT", SLOT, "MIGRATING", target_id)
+    keys = await source.ask("CLUSTER", "GETKEYSINSLOT", SLOT, 100)
+    await meanwhile()
+    for part in (keys[::2], keys[1::2]):
+        await source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *part)
+        await meanwhile()
+    for each in (target, source, *others):
+        await each.ask("CLUSTER", "SETSLOT", SLOT, "NODE", target_id)
+
+
+@pytest.mark.timeout(120)
+async def test_the_slot_moves_to_another_node_under_traffic(tmp_path: Path):
+    async with cluster(tmp_path) as (primaries, owner), AsyncExitStack() as stack:
+        target, third = (each for each in primaries if each is not owner)
+        stage = await stack.enter_async_context(open_stage(f"redis+cluster://127.0.0.1:{third.port}"))
+        await stack.enter_async_context(stage.beating("p1", "d1"))
+        queues = [await stack.enter_async_context(stage.gateway(name, call_timeout_s=10.0)) for name in ("g1", "g2")]
+        served = []
+
+        async def traffic(number: int) -> None:
+            for turn in count():
+                if is_over.is_set():
+                    return
+                await serve(queues[number % 2], f"{number}-{turn}")
+                served.append(number)
+
+        async def some_served() -> None:
+            wanted = len(served) + 10
+            await stage.eventually(lambda: len(served) >= wanted)
+
+        async def pause() -> None:
+            tasks.create_task(long.release_prefill())
+            await asyncio.sleep(0.1)
+
+        # A worker that has left: now there can be keys of all kinds.
+        await stage.workers("p9")
+        await stage.registry.deregister("p9", "i1")
+        # One long prompt at a time: the second waits until the first is done with its prefill worker.
+        async with queues[0].admit(ticket("long", queue_class="long")) as long:
+            await long.granted()
+            async with queues[1].admit(ticket("next", queue_class="long")) as following:
+                is_over = asyncio.Event()
+                async with asyncio.TaskGroup() as tasks:
+                    for number in range(4):
+                        tasks.create_task(traffic(number))
+                    await some_served()
+                    await move_slot(owner, target, [third], meanwhile=pause)
+                    await some_served()
+                    is_over.set()
+                assert await owner.ask("CLUSTER", "COUNTKEYSINSLOT", SLOT) == 0
+                async with asyncio.timeout(5):
+                    await following.granted()
+                assert set(await target.ask("HKEYS", KEYS.all[8])) == {"a-long", "a-next"}
+                assert [view.granted_seqs for view in await queues[0].workers()] == [2, 1]
+                for queue in queues:
+                    assert await queue.check_integrity() == []
+        for queue in queues:
+            await stage.assert_idle(queue)
 
 
 @pytest.mark.timeout(120)

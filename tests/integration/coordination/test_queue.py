@@ -446,9 +446,8 @@ async def test_the_wait_is_predicted_by_what_is_ahead(stage: Stage):
 
 async def test_the_measured_rate_is_the_prediction(stage: Stage):
     """Requests that take 50 ms each, one at a time: the prediction of the last of a queue comes close to its wait."""
-    await stage.workers("p1", "d1", max_num_seqs=1)
     errors = []
-    async with stage.gateway() as queue:
+    async with stage.beating("p1", "d1", max_num_seqs=1), stage.gateway() as queue:
 
         async def serve(name: str) -> None:
             async with queue.admit(ticket(name)) as place:

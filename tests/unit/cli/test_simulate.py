@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import io
+from typing import TYPE_CHECKING
+
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+import baton.cli.simulate
 from baton.cli.commands import app
+from baton.cli.simulate import Scenario, simulate
+from baton.sim.load import Arrival, Load, Part
+from baton.sim.simulation import Fleet
+from baton.sim.workers import WorkerSize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def run(*flags: str):
@@ -26,6 +38,32 @@ def test_it_finds_the_ratio_for_a_mix():
     )
     assert result.exit_code == 0, result.output
     assert "best ratio for this load: 3 prefill to 1 decode" in result.output
+    assert [line.partition(":")[0] for line in result.output.splitlines()[:3]] == ["1 to 3", "2 to 2", "3 to 1"]
+
+
+class InterruptedLoad(Load):
+    """Ctrl-C comes before the last request."""
+
+    def arrivals(self) -> Iterator[Arrival]:
+        yield from list(super().arrivals())[:-1]
+        raise KeyboardInterrupt
+
+
+def test_a_long_run_tells_how_far_it_is_and_ctrl_c_ends_it_with_what_it_has(monkeypatch, capsys):
+    monkeypatch.setattr(baton.cli.simulate, "_PROGRESS_EVERY_S", 0.0)
+    size = WorkerSize(num_blocks=4096)
+    scenario = Scenario(
+        fleet=Fleet(num_prefill=1, num_decode=1, prefill=size, decode=size),
+        load=InterruptedLoad(parts=[Part.parse("1:40:2")], rate=1.0, num_requests=1500),
+        wanted_first_token_s=1.0,
+    )
+    output = io.StringIO()
+    assert not simulate(scenario, Console(file=output, width=200), find_ratio=False)
+    progress = capsys.readouterr().err.splitlines()
+    num_ended = len(progress)
+    assert 1450 < num_ended < 1500
+    assert progress[1200].startswith("baton: 1,201 of 1,500 requests, 1,")
+    assert f"1 prefill and 1 decode workers, interrupted after {num_ended} of 1500 requests at 1/s" in output.getvalue()
 
 
 @pytest.mark.parametrize(

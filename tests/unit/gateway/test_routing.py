@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -143,10 +144,12 @@ WORKERS = st.builds(
     incarnation=st.sampled_from(("i1", "i2", "i3")),
     host_id=st.sampled_from(("h1", "h2", "h3")),
     fingerprint=st.builds(
-        lambda *numerics: replace(OURS, dtype=numerics[0], quantization=numerics[1]),
+        lambda tokenizer, *numerics: replace(OURS, tokenizer=tokenizer, dtype=numerics[0], quantization=numerics[1]),
+        st.sampled_from("tttx"),
         st.sampled_from(("float32", "bfloat16")),
         st.sampled_from(("none", "int8")),
     ),
+    state=st.sampled_from((WorkerState.READY,) * 4 + (WorkerState.DRAINING,)),
     converts_dtype=st.booleans(),
     num_blocks=st.sampled_from((8, 16)),
     block_size=st.sampled_from((8, 16)),
@@ -155,20 +158,31 @@ WORKERS = st.builds(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(WORKERS, max_size=10, unique_by=lambda view: view.record.worker_id), st.integers(1, 60))
-def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], prompt_tokens: int) -> None:
-    ticket = replace(TICKET, prompt_tokens=prompt_tokens, cached={"i1": min(20, prompt_tokens)})
+@given(
+    st.lists(WORKERS, max_size=14, unique_by=lambda view: view.record.worker_id),
+    st.integers(1, 60),
+    st.sampled_from((0, 20)),
+    st.sampled_from((frozenset(), frozenset({"i3"}))),
+    st.sampled_from((1.0, 0.5)),
+)
+def test_the_choice_is_that_of_a_search_over_all_pairs(
+    views: list[WorkerView], prompt_tokens: int, cached: int, avoids: frozenset[str], share: float
+) -> None:
+    cached = min(cached, prompt_tokens)
+    router = Router(OURS, reserved_output_share=share)
+    ticket = replace(TICKET, prompt_tokens=prompt_tokens, cached={"i1": cached} if cached else {}, avoids=avoids)
+    usable = [w for w in views if w.record.state is WorkerState.READY and w.record.fingerprint.tokenizer == "t"]
     pairs = [
         (p, d)
-        for p in views
-        for d in views
+        for p in usable
+        for d in usable
         if p.record.role is WorkerRole.PREFILL
         and d.record.role is WorkerRole.DECODE
         and (d.record.converts_dtype or p.record.fingerprint.numerics == d.record.fingerprint.numerics)
     ]
 
     def rank(p: WorkerView, d: WorkerView) -> Any:
-        work = p.granted_tokens + prompt_tokens - (min(20, prompt_tokens) if p.record.incarnation == "i1" else 0)
+        work = p.granted_tokens + prompt_tokens - (cached if p.record.incarnation == "i1" else 0)
         lot = crc32(f"{ticket.attempt_id}/{p.record.worker_id}".encode())
         names = (lot, p.record.worker_id, d.record.worker_id)
         return (
@@ -180,9 +194,10 @@ def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], 
         )
 
     def fits(p: WorkerView, d: WorkerView) -> bool:
-        needs = [(p, prompt_tokens), (d, prompt_tokens + TICKET.max_tokens)]
+        needs = [(p, prompt_tokens), (d, prompt_tokens + math.ceil(TICKET.max_tokens * share))]
         return all(
             w.free_seqs > 0
+            and w.record.incarnation not in avoids
             and w.free_blocks * w.record.block_size >= tokens
             and prompt_tokens + TICKET.max_tokens <= w.record.max_context_tokens
             for w, tokens in needs
@@ -195,7 +210,7 @@ def test_the_choice_is_that_of_a_search_over_all_pairs(views: list[WorkerView], 
         return min(p.record.max_context_tokens, d.record.max_context_tokens, pool) - prompt_tokens
 
     expected = min((rank(p, d) for p, d in pairs if fits(p, d)), default=None)
-    chosen = ROUTER.choose_route(ticket, views)
+    chosen = router.choose_route(ticket, views)
     assert (chosen and (chosen.prefill_id, chosen.decode_id)) == (expected and expected[5:])
     assert ROUTER.has_pair(views) == bool(pairs)
     assert ROUTER.most_output_tokens(prompt_tokens, views) == max([0, *(room(p, d) for p, d in pairs)])
