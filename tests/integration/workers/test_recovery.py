@@ -324,23 +324,45 @@ async def test_decode_workers_die_while_the_cache_grows(client: Client) -> None:
     assert await client.num_retries() > before
 
 
+async def freeze_within_the_copy(client: Client, streams: list[Stream]) -> tuple[WorkerProcess, WorkerProcess]:
+    """Both prefill workers stand still while they are read; the one that more are reading comes first."""
+    await first_tokens(streams)
+    # Which one has which prompt falls by lot; the one with the longest prompt has few others.
+    grants = {view.record.worker_id: view.granted_seqs for view in await client.registry.workers()}
+    busier, other = (client.system.workers[name] for name in sorted(("p1", "p2"), key=lambda name: -grants[name]))
+    for worker in (busier, other):
+        worker.freeze()
+    for worker in decodes(client, *WAYS):
+        worker.thaw()
+    await eventually(lambda: is_copying(client, "d-grpc", "d-gloo"))
+    return busier, other
+
+
 async def test_a_prefill_worker_dies_within_the_copy(client: Client) -> None:
     for worker in decodes(client, *WAYS):
         worker.freeze(server=False)
     before = await client.num_retries()
     async with client.streams() as streams:
-        await first_tokens(streams)
-        # Which one has which prompt falls by lot; the one with the longest prompt has few others.
-        grants = {view.record.worker_id: view.granted_seqs for view in await client.registry.workers()}
-        busier, other = sorted(("p1", "p2"), key=lambda name: -grants[name])
-        for name in (busier, other):
-            client.system.workers[name].freeze()
-        for worker in decodes(client, *WAYS):
-            worker.thaw()
-        await eventually(lambda: is_copying(client, "d-grpc", "d-gloo"))
-        client.system.workers[busier].kill()
-        client.system.workers[other].thaw()
+        busier, other = await freeze_within_the_copy(client, streams)
+        busier.kill()
+        other.thaw()
     assert await client.num_retries() - before >= 1
+
+
+async def test_a_prefill_worker_stalls_within_the_copy(client: Client) -> None:
+    """It is left for the other one, and when it goes on it frees what nobody wants any more."""
+    for worker in decodes(client, *WAYS):
+        worker.freeze(server=False)
+    before = await client.num_retries()
+    async with client.streams() as streams:
+        busier, other = await freeze_within_the_copy(client, streams)
+        other.thaw()
+
+        async def are_left() -> bool:
+            return await client.num_retries() > before
+
+        await eventually(are_left)
+        busier.thaw()
 
 
 async def test_a_prefill_worker_dies_before_the_first_token(client: Client) -> None:

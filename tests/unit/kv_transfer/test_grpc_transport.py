@@ -56,6 +56,19 @@ def test_messages_stay_below_the_limit_of_either_side(into):
         reader.close()
 
 
+def test_a_reader_that_stands_still_holds_its_source_back(source, reader, monkeypatch):
+    """Two calls of one block each are open at a time, however slowly it takes in what comes."""
+    monkeypatch.setattr(grpc_reader, "PART_BYTES", LAYOUT.block_bytes)
+    sent = []
+    source.meanwhile(lambda: sent.append(None))
+    pieces = reader._pieces(source.grant(*range(12)), 0, 12 * LAYOUT.block_bytes)
+    for number, _ in enumerate(pieces, start=1):
+        assert len(reader._calls) <= 2
+        assert number <= len(sent) <= number + 1
+    assert len(sent) == 12
+    assert not reader._calls
+
+
 def pull(reader: GrpcReader, **changes) -> list[pb.PullBlocksResponse]:
     request = pb.PullBlocksRequest(
         lease_id="lease",

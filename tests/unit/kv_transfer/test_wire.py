@@ -68,3 +68,10 @@ def test_blocks_are_counted_at_their_boundaries(num_tokens, fits):
     else:
         with pytest.raises(InvalidArgumentError, match="block"):
             descriptor.require_fits(LAYOUT)
+
+
+def test_no_message_of_the_handover_carries_a_point_in_time():
+    """Two processes' clocks cannot be compared: durations travel."""
+    fields = [field for message in pb.DESCRIPTOR.message_types_by_name.values() for field in message.fields]
+    assert {field.name for field in fields if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT)} == {"lease_s"}
+    assert not [field.full_name for field in fields if field.name.endswith("_at") or "_at_" in field.name]
