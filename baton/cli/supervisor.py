@@ -210,7 +210,8 @@ class Supervisor:
             )
             for slot in stage:
                 if slot.child is not None:
-                    self._observer.line(slot.spec.name, "did not end in time: killed")
+                    why = "asked to end a second time" if self._kill.is_set() else "did not end in time"
+                    self._observer.line(slot.spec.name, f"{why}: killed")
                     slot.child.kill()
             await _all(slot.ended for slot in stage)
 

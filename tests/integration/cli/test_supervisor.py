@@ -85,6 +85,7 @@ def test_second_signal_kills(supervise):
     running.wait_for(name="worker", state="ending")
     running.signal(signal.SIGINT)
     assert running.wait_end() == 0
+    assert {"name": "worker", "line": "asked to end a second time: killed"} in running.events
     assert not running.alive()
 
 
