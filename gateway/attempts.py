@@ -188,7 +188,7 @@ class Attempts:
                     grant = await place.granted()
             except TimeoutError as error:
                 if not self._deployment.router.has_pair(self._deployment.queue.views):
-                    raise no_worker(self._first.fingerprint.model) from error
+                    raise no_worker(self._first.fingerprint.model, waited_s=timeout_s) from error
                 raise ResourceExhaustedError(
                     f"no pair of workers had room within {timeout_s:g} s",
                     reason="QUEUE_TIMEOUT",
@@ -274,9 +274,10 @@ class Attempts:
             return DecodeEnd(None)  # nothing was missing but the news that its blocks are free
 
 
-def no_worker(model: str) -> UnavailableError:
-    """No wait can serve a request now."""
-    return UnavailableError(f"no pair of workers serves {model!r} now", reason="NO_WORKER")
+def no_worker(model: str, *, waited_s: float = 0.0) -> UnavailableError:
+    """No pair is there to serve a request, after a wait of `waited_s` if there was one."""
+    waited = f", and none came within {waited_s:g} s (queue_timeout_s)" if waited_s else ""
+    return UnavailableError(f"no pair of workers serves {model!r} now{waited}", reason="NO_WORKER")
 
 
 async def _release_prefill(call: PrefillCall, place: Place) -> None:

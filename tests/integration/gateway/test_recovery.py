@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.core.errors import UnavailableError
+from baton.rpc.errors import from_call
 from baton.v1 import common_pb2, decode_pb2, gateway_pb2, prefill_pb2
 from tests.integration.gateway.harness import (
     Deployment,
@@ -201,6 +202,23 @@ async def test_the_only_worker_comes_back_in_another_life(deployment: Deployment
     async with asyncio.timeout(2):  # sooner than the old life is believed in again
         events += await events_of(call)
     assert ids_of(events) == ANSWER
+
+
+async def test_a_worker_that_does_not_come_back_in_time_is_told_with_the_time(
+    redis_server: EmbeddedRedis, model: ServedModel, tokenizer: Tokenizer
+) -> None:
+    options = Options(max_retries=1, queue_timeout_s=1.0)
+    async with deployed(redis_server.url, model, tokenizer, options) as parts:
+        parts.script.answer = ANSWER
+        Losses(parts, "within the output")
+        call = parts.stub.Generate(REQUEST)
+        await eventually(lambda: parts.metric("baton_retries_total", role="decode") == 1)
+        lost = parts.records.pop()
+        await parts.registry.deregister(lost.worker_id, lost.incarnation)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"none came within 1 s \(queue_timeout_s\)") as caught:
+            await events_of(call)
+        assert from_call(caught.value).reason == "NO_WORKER"
+        await parts.assert_idle()
 
 
 @pytest.mark.parametrize("end", ["deadline", "cancel"])
