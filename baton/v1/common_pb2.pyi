@@ -164,8 +164,9 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Keep only tokens at least this share as likely as the most likely one. Range [0, 1]. Default 0 (all)."""
     seed: _builtins.int
-    """Seed of the request's random stream. The same seed and input give the same tokens, whatever else runs
-    in the batch. Default: drawn by the gateway.
+    """Seed of the request's random stream. The same seed and input give the same tokens, whatever else runs in the
+    batch, but where two ids are nearly tied: how a prompt is cut into steps, what of it was cached, and another
+    attempt after a lost worker change logits by rounding. Default: drawn by the gateway.
     """
     repetition_penalty: _builtins.float
     """Makes tokens of the prompt and of the output so far less likely: a positive logit is divided by this, a negative
