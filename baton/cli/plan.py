@@ -13,10 +13,7 @@ from baton.core.errors import StartupError
 from baton.core.workers import WorkerRole
 from baton.engine.memory_limit import MemoryLimit, has_device, memory_of
 from baton.engine.memory_plan import MemoryPlan, WorkerNeeds, gib
-from baton.engine.model_config import DecoderConfig
-from baton.engine.native.build import compiler
-from baton.engine.precision import require_quantization, resolve_dtype
-from baton.engine.sharding import require_one_pool
+from baton.engine.precision import resolve_dtype
 from decode_worker.settings import DecodeWorkerSettings
 from prefill_worker.settings import PrefillWorkerSettings
 
@@ -140,9 +137,6 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
 def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None, *, swap_bytes: int) -> MemoryPlan:
     engine = settings.engine
     on_cpu = engine.device == "cpu"
-    require_one_pool(engine.tensor_parallel_size, engine.device)
-    config = DecoderConfig.from_folder(settings.model.path)
-    require_quantization(engine.quantization, engine.device, config.stored_quantization)
     if memory is None:
         if not on_cpu and not has_device(engine.device):
             raise StartupError(f"--memory: must be given, because engine.device {engine.device} is not here")
@@ -153,16 +147,7 @@ def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None, *, swa
         dtype = resolve_dtype(engine.dtype, "cpu") if wants_resolution else "bfloat16"
         size = _parse_size(memory)
         limit = MemoryLimit(total_bytes=size, usable_bytes=size, name="--memory", is_host=on_cpu)
-    needs = WorkerNeeds(
-        role=role,
-        config=config,
-        layout=config.kv_layout(engine.block_size, dtype),
-        engine=engine,
-        max_context_tokens=settings.model.max_context_tokens,
-        by_kernels=on_cpu and compiler() is not None,
-        swap_bytes=swap_bytes,
-    )
-    return MemoryPlan.make(needs, limit)
+    return MemoryPlan.make(WorkerNeeds.read(role, settings.model, engine, dtype, swap_bytes=swap_bytes), limit)
 
 
 def _parse_size(text: str) -> int:

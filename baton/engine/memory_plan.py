@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import StartupError
 from baton.core.workers import WorkerRole
-from baton.engine.sharding import Shard
+from baton.engine.model_config import DecoderConfig
+from baton.engine.native.build import compiler
+from baton.engine.precision import require_quantization
+from baton.engine.sharding import Shard, require_one_pool
 from baton.engine.sizing import StepShape, count_parameters, step_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
-    from baton.core.settings import EngineSettings
+    from baton.core.settings import EngineSettings, ModelSettings
     from baton.engine.memory_limit import MemoryLimit
-    from baton.engine.model_config import DecoderConfig
     from baton.engine.sizing import Parameters, StepBytes
 
 DEFAULT_FRACTION = 0.4
@@ -46,6 +48,24 @@ class WorkerNeeds:
     max_context_tokens: int | None
     by_kernels: bool
     swap_bytes: int = 0
+
+    @classmethod
+    def read(
+        cls, role: WorkerRole, model: ModelSettings, engine: EngineSettings, dtype: str, *, swap_bytes: int
+    ) -> WorkerNeeds:
+        """Those of a worker of these settings. Blocks for a small file. StartupError: it can't serve the model."""
+        require_one_pool(engine.tensor_parallel_size, engine.device)
+        config = DecoderConfig.from_folder(model.path)
+        require_quantization(engine.quantization, engine.device, config.stored_quantization)
+        return cls(
+            role=role,
+            config=config,
+            layout=config.kv_layout(engine.block_size, dtype),
+            engine=engine,
+            max_context_tokens=model.max_context_tokens,
+            by_kernels=engine.device == "cpu" and compiler() is not None,
+            swap_bytes=swap_bytes,
+        )
 
     @property
     def context_tokens(self) -> int:

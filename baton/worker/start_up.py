@@ -100,28 +100,14 @@ def load(
     phases.begin("import")
     from baton.engine.memory_limit import memory_of
     from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
-    from baton.engine.model_config import DecoderConfig
-    from baton.engine.native.build import compiler
-    from baton.engine.precision import require_quantization, resolve_dtype
-    from baton.engine.sharding import require_one_pool
+    from baton.engine.precision import resolve_dtype
     from baton.engine.threads import use_threads
     from baton.structure.compiler import StructureCompiler
 
     use_threads(engine.num_threads)
     phases.begin("configure")
-    require_one_pool(engine.tensor_parallel_size, engine.device)
     dtype = resolve_dtype(engine.dtype, engine.device)
-    config = DecoderConfig.from_folder(model.path)
-    require_quantization(engine.quantization, engine.device, config.stored_quantization)
-    needs = WorkerNeeds(
-        role=role,
-        config=config,
-        layout=config.kv_layout(engine.block_size, dtype),
-        engine=engine,
-        max_context_tokens=model.max_context_tokens,
-        by_kernels=engine.device == "cpu" and compiler() is not None,
-        swap_bytes=swap_bytes,
-    )
+    needs = WorkerNeeds.read(role, model, engine, dtype, swap_bytes=swap_bytes)
     plan = MemoryPlan.make(needs, memory_of(engine.device))
     plan.require_fits()
     _tell(plan)

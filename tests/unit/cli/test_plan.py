@@ -111,7 +111,10 @@ def test_this_machine_and_the_workers_own_settings_are_what_counts_by_default(co
         (["--set", "engine.device=cuda:77"], "--memory: must be given"),
         (["--set", "engine.device"], "NAME=VALUE"),
         (["--set", "engine.colour=red"], "engine.colour"),
-        (["--set", "engine.tensor_parallel_size=2", "--set", "engine.device=cuda"], "must be 1 on cuda"),
+        (
+            ["--memory", "8GiB", "--set", "engine.tensor_parallel_size=2", "--set", "engine.device=cuda"],
+            "must be 1 on cuda",
+        ),
         (["--set", "engine.tensor_parallel_size=64"], "64 ranks cannot divide"),
     ],
 )
