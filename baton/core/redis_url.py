@@ -29,7 +29,7 @@ class RedisUrl:
         """Raises ValueError, which does not quote the URL, for what is none."""
         scheme, _, rest = url.partition("://")
         if scheme in SINGLE_SCHEMES:
-            return cls(_checked_single(url))
+            return cls(require_location(url))
         if scheme not in CLUSTER_SCHEMES + SENTINEL_SCHEMES:
             begins = " or ".join(f"{each}://" for each in SINGLE_SCHEMES + CLUSTER_SCHEMES + SENTINEL_SCHEMES)
             raise ValueError(f"must be a URL that begins with {begins}")
@@ -48,10 +48,11 @@ class RedisUrl:
         host, port = addresses[0]
         shown_host = f"[{host}]" if ":" in host else host
         single = f"{tls_or_not}://{userinfo}{at}{shown_host}:{port}/{path}" + (f"?{query}" if query else "")
-        return cls(_checked_single(single), addresses, service)
+        return cls(require_location(single), addresses, service)
 
 
-def _checked_single(url: str) -> str:
+def require_location(url: str) -> str:
+    """`url` itself, when it names a host or a path and no impossible port; else ValueError, which does not quote it."""
     parts = urlsplit(url)
     if not (parts.hostname or parts.path.strip("/")):
         raise ValueError("must name a host or a path")

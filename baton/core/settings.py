@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field
 
 from baton.core.cgroup import usable_cores
 from baton.core.config import ComponentSettings, redact
-from baton.core.redis_url import RedisUrl
+from baton.core.redis_url import RedisUrl, require_location
 
 __all__ = [
     "ComponentSettings",
@@ -31,12 +31,9 @@ def _require_url(*schemes: str) -> AfterValidator:
     """Refuses what is no URL of one of `schemes` that names a host or a path."""
 
     def check(value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in schemes or not (parts.hostname or parts.path):
+        if urlsplit(value).scheme not in schemes:
             raise ValueError(f"must be a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}")
-        if parts.port is not None and parts.port == 0:  # `port` raises ValueError beyond 65535
-            raise ValueError("must name a port from 1 to 65535")
-        return value
+        return require_location(value)
 
     return AfterValidator(check)
 
