@@ -272,6 +272,8 @@ class DecodeCore:
                 sampling=command.sampling,
                 stop=command.stop,
                 top_logprobs=command.top_logprobs,
+                tenant=command.tenant,
+                priority=command.priority,
             )
         )
 

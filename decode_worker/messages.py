@@ -51,6 +51,8 @@ class Accept:
     top_logprobs: int | None = None
     structure: Structure | None = None
     num_choices: int = 1
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

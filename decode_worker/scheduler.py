@@ -17,6 +17,10 @@ none, the latest of those that arrived after it. One that nobody can make room f
 always goes on. A preempted sequence is swapped: its blocks are copied to host memory, then freed. It comes back, the
 oldest first, when there is room for it and a block for each that runs and may grow, before anybody is taken in. Where
 the swap space has no room for it, it is shed: nothing here could compute its cache again.
+
+Early and late are told by places in the order of arrival. Of a tenant's places its sequences of the highest priority
+have the earliest, so among its own the lowest priority gives way first; other tenants do not notice. Nobody is taken
+in earlier for a priority: the gateways' queue has seen to that.
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ class DecodeScheduler:
         sequence.order = self._num_added
         self._num_added += 1
         self._waiting[sequence.attempt_id] = sequence
+        self._pass_places(sequence.tenant)
 
     def make_room(self) -> tuple[list[Swap], list[DecodeSequence]]:
         """Gives running sequences the blocks that their next tokens need. To be called before `take_in` and `plan`.
@@ -274,6 +279,15 @@ class DecodeScheduler:
             return sequence
         return None
 
+    def _pass_places(self, tenant: str) -> None:
+        """Gives the tenant's places in the order of arrival to its sequences by their priorities."""
+        everywhere = (self._waiting, self._copying, self._running, self._parked)
+        swapped = (self._leaving, self._away, self._returning)
+        own = [each for attempts in everywhere + swapped for each in attempts.values() if each.tenant == tenant]
+        places = sorted(map(_order, own))
+        for sequence, place in zip(sorted(own, key=_precedence), places, strict=True):
+            sequence.order = place
+
     # --- who has room -----------------------------------------------------------------------------------------
 
     def _grow(self) -> list[tuple[DecodeSequence, Branch]]:
@@ -400,6 +414,10 @@ def _order(sequence: DecodeSequence) -> int:
 
 def _order_of_first(needy: tuple[DecodeSequence, Branch]) -> int:
     return needy[0].order
+
+
+def _precedence(sequence: DecodeSequence) -> tuple[int, int]:
+    return -sequence.priority, sequence.order
 
 
 def _swap(sequence: DecodeSequence, *, is_out: bool) -> Swap:

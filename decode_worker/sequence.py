@@ -40,8 +40,8 @@ class DecodeSequence:
 
     The prompt, with `num_resumed` tokens of output after it, is computed once; the blocks that it fills are shared by
     the branches. Blocks, and slots in the swap space, belong to the scheduler; while the sequence is swapped out, block
-    tables name slots. `order` is its place in the order of arrival, which the scheduler gives it. Branches of `ending`
-    leave when nothing moves their blocks any more.
+    tables name slots. `order` is its place in the order of arrival, which the scheduler gives it; `priority` counts
+    among those of its `tenant`. Branches of `ending` leave when nothing moves their blocks any more.
     """
 
     attempt_id: str
@@ -51,6 +51,8 @@ class DecodeSequence:
     top_logprobs: int | None = None
     num_resumed: int = 0
     num_choices: int = 1
+    tenant: str = ""
+    priority: int = 0
     order: int = 0
     num_steps: int = 0
     is_parked: bool = False

@@ -168,6 +168,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             output_ids=tuple(request.output_token_ids),
             structure=requests.read_structure(request, facts),
             num_choices=num_choices,
+            tenant=request.tenant,
+            priority=request.priority,
             top_logprobs=read_top("top_logprobs", request.top_logprobs if request.HasField("top_logprobs") else None),
         )
 

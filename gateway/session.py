@@ -128,6 +128,8 @@ class Session:
             stop=stop,
             cache_salt=prefixes.salt(self._tenant),
             choices=tuple(range(self._request.num_choices)),
+            tenant=self._tenant,
+            priority=self._request.priority,
         )
         course = Course(
             outputs=self._outputs,

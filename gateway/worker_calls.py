@@ -43,7 +43,7 @@ class Attempt:
 
     The last `num_output_tokens` of `token_ids` are output that earlier attempts have produced; `stop` counts them.
     `cache_salt` keeps prompts apart in prefill workers' caches. Of the request's outputs it makes those of `choices`;
-    `sampling` is the first one's, from which the others' follow.
+    `sampling` is the first one's, from which the others' follow. `priority` counts among the tenant's own requests.
     """
 
     attempt_id: str
@@ -54,6 +54,8 @@ class Attempt:
     logprobs: LogprobOptions
     structure: Structure | None
     cache_salt: str
+    tenant: str = ""
+    priority: int = 0
     num_output_tokens: int = 0
     choices: tuple[int, ...] = (0,)
 
@@ -160,6 +162,8 @@ class WorkerCalls:
             output_token_ids=attempt.token_ids[num_prompt_tokens:],
             top_logprobs=attempt.logprobs.output_top,
             structure=structure_message(attempt.structure),
+            tenant=attempt.tenant,
+            priority=attempt.priority,
         )
         return DecodeCall(WorkerStream(stub.Decode(request, timeout=timeout_s), worker), attempt, stub)
 

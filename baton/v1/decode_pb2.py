@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import kv_transfer_pb2 as baton_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x1a\x62\x61ton/v1/kv_transfer.proto\"\xb8\x03\n\rDecodeRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\"\n\x02kv\x18\x03 \x01(\x0b\x32\x16.baton.v1.KvDescriptor\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12&\n\tstructure\x18\x0b \x01(\x0b\x32\x13.baton.v1.Structure\x12\x18\n\x10output_token_ids\x18\x0c \x03(\r\x12\x13\n\x0bnum_choices\x18\r \x01(\r\x12\x1d\n\x15other_first_token_ids\x18\x0e \x03(\rB\x0f\n\r_top_logprobs\"\x9e\x01\n\x0e\x44\x65\x63odeResponse\x12*\n\x08handover\x18\x01 \x01(\x0b\x32\x16.baton.v1.HandoverDoneH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.baton.v1.DecodedTokensH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\"g\n\x0cHandoverDone\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\x04 \x01(\x01\x12\x11\n\tnum_parts\x18\x05 \x01(\r\"\x9e\x01\n\rDecodedTokens\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\"K\n\x0e\x44\x65\x63odeFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\tnum_steps\x18\x02 \x01(\r\"6\n\x10\x45ndChoiceRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x13\n\x11\x45ndChoiceResponse\"\x18\n\x16GetDecodeStatusRequest\"A\n\x17GetDecodeStatusResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerStatus2\xec\x01\n\rDecodeService\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x12\x44\n\tEndChoice\x12\x1a.baton.v1.EndChoiceRequest\x1a\x1b.baton.v1.EndChoiceResponse\x12V\n\x0fGetDecodeStatus\x12 .baton.v1.GetDecodeStatusRequest\x1a!.baton.v1.GetDecodeStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x1a\x62\x61ton/v1/kv_transfer.proto\"\xda\x03\n\rDecodeRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1a.baton.v1.ModelFingerprint\x12\"\n\x02kv\x18\x03 \x01(\x0b\x32\x16.baton.v1.KvDescriptor\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12&\n\tstructure\x18\x0b \x01(\x0b\x32\x13.baton.v1.Structure\x12\x18\n\x10output_token_ids\x18\x0c \x03(\r\x12\x13\n\x0bnum_choices\x18\r \x01(\r\x12\x1d\n\x15other_first_token_ids\x18\x0e \x03(\r\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x05\x42\x0f\n\r_top_logprobs\"\x9e\x01\n\x0e\x44\x65\x63odeResponse\x12*\n\x08handover\x18\x01 \x01(\x0b\x32\x16.baton.v1.HandoverDoneH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.baton.v1.DecodedTokensH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.baton.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\"g\n\x0cHandoverDone\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\x04 \x01(\x01\x12\x11\n\tnum_parts\x18\x05 \x01(\r\"\x9e\x01\n\rDecodedTokens\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\"K\n\x0e\x44\x65\x63odeFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\tnum_steps\x18\x02 \x01(\r\"6\n\x10\x45ndChoiceRequest\x12\x12\n\nattempt_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x13\n\x11\x45ndChoiceResponse\"\x18\n\x16GetDecodeStatusRequest\"A\n\x17GetDecodeStatusResponse\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerStatus2\xec\x01\n\rDecodeService\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x12\x44\n\tEndChoice\x12\x1a.baton.v1.EndChoiceRequest\x1a\x1b.baton.v1.EndChoiceResponse\x12V\n\x0fGetDecodeStatus\x12 .baton.v1.GetDecodeStatusRequest\x1a!.baton.v1.GetDecodeStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=87
-  _globals['_DECODEREQUEST']._serialized_end=527
-  _globals['_DECODERESPONSE']._serialized_start=530
-  _globals['_DECODERESPONSE']._serialized_end=688
-  _globals['_HANDOVERDONE']._serialized_start=690
-  _globals['_HANDOVERDONE']._serialized_end=793
-  _globals['_DECODEDTOKENS']._serialized_start=796
-  _globals['_DECODEDTOKENS']._serialized_end=954
-  _globals['_DECODEFINISHED']._serialized_start=956
-  _globals['_DECODEFINISHED']._serialized_end=1031
-  _globals['_ENDCHOICEREQUEST']._serialized_start=1033
-  _globals['_ENDCHOICEREQUEST']._serialized_end=1087
-  _globals['_ENDCHOICERESPONSE']._serialized_start=1089
-  _globals['_ENDCHOICERESPONSE']._serialized_end=1108
-  _globals['_GETDECODESTATUSREQUEST']._serialized_start=1110
-  _globals['_GETDECODESTATUSREQUEST']._serialized_end=1134
-  _globals['_GETDECODESTATUSRESPONSE']._serialized_start=1136
-  _globals['_GETDECODESTATUSRESPONSE']._serialized_end=1201
-  _globals['_DECODESERVICE']._serialized_start=1204
-  _globals['_DECODESERVICE']._serialized_end=1440
+  _globals['_DECODEREQUEST']._serialized_end=561
+  _globals['_DECODERESPONSE']._serialized_start=564
+  _globals['_DECODERESPONSE']._serialized_end=722
+  _globals['_HANDOVERDONE']._serialized_start=724
+  _globals['_HANDOVERDONE']._serialized_end=827
+  _globals['_DECODEDTOKENS']._serialized_start=830
+  _globals['_DECODEDTOKENS']._serialized_end=988
+  _globals['_DECODEFINISHED']._serialized_start=990
+  _globals['_DECODEFINISHED']._serialized_end=1065
+  _globals['_ENDCHOICEREQUEST']._serialized_start=1067
+  _globals['_ENDCHOICEREQUEST']._serialized_end=1121
+  _globals['_ENDCHOICERESPONSE']._serialized_start=1123
+  _globals['_ENDCHOICERESPONSE']._serialized_end=1142
+  _globals['_GETDECODESTATUSREQUEST']._serialized_start=1144
+  _globals['_GETDECODESTATUSREQUEST']._serialized_end=1168
+  _globals['_GETDECODESTATUSRESPONSE']._serialized_start=1170
+  _globals['_GETDECODESTATUSRESPONSE']._serialized_end=1235
+  _globals['_DECODESERVICE']._serialized_start=1238
+  _globals['_DECODESERVICE']._serialized_end=1474
 # @@protoc_insertion_point(module_scope)

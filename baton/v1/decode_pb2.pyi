@@ -45,6 +45,8 @@ class DecodeRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     OTHER_FIRST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     """Unique to this attempt; minted by the gateway."""
     first_token_id: _builtins.int
@@ -61,6 +63,10 @@ class DecodeRequest(_message.Message):
     """Which log-probabilities come with each token, as `LogprobOptions.output_top`."""
     num_choices: _builtins.int
     """How many outputs. 0 means 1."""
+    tenant: _builtins.str
+    """Whose request it is: `priority` is compared with those of the same tenant only."""
+    priority: _builtins.int
+    """Where blocks run short, requests of a lower priority give way first, and of equal ones the latest."""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.ModelFingerprint:
         """Model and tokenizer. FAILED_PRECONDITION when they differ."""
@@ -112,10 +118,12 @@ class DecodeRequest(_message.Message):
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_choices: _builtins.int = ...,
         other_first_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "fingerprint", b"fingerprint", "kv", b"kv", "sampling", b"sampling", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "other_first_token_ids", b"other_first_token_ids", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "first_token_id", b"first_token_id", "kv", b"kv", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "other_first_token_ids", b"other_first_token_ids", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "tenant", b"tenant", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015

@@ -84,8 +84,9 @@ class GenerateRequest(_message.Message):
     At most what the gateway is set to, 8 unless it says otherwise. Default 1.
     """
     priority: _builtins.int
-    """Which of the tenant's own waiting requests of a class goes first: the one with the higher priority. Requests of
-    other tenants do not notice. Range [-10, 10]. Default 0.
+    """Which of the tenant's own waiting requests of a class goes first: the one with the higher priority. And which of
+    its running requests gives way where KV blocks run short: the one with the lower. Requests of other tenants do not
+    notice. Range [-10, 10]. Default 0.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:

@@ -14,8 +14,12 @@ from decode_worker.sequence import DecodeSequence
 BLOCK_SIZE = 16
 
 
-def sequence(attempt_id: str, *, prompt: int = 20, max_tokens: int = 5) -> DecodeSequence:
+def sequence(
+    attempt_id: str, *, prompt: int = 20, max_tokens: int = 5, tenant: str = "", priority: int = 0
+) -> DecodeSequence:
     return DecodeSequence(
+        tenant=tenant,
+        priority=priority,
         attempt_id=attempt_id,
         num_prompt_tokens=prompt,
         sampling=SamplingParams(),
@@ -288,3 +292,32 @@ def test_a_failed_copy_frees_the_blocks_once(removed_first):
     assert scheduler.end_copy("a", join=False) is False
     assert pool.num_used == 0
     assert scheduler.remove("a") is None
+
+
+def first_to_give_way(*wanted: tuple[str, str, int]) -> str:
+    """Of sequences (name, tenant, priority) that arrive in this order and outgrow the pool together."""
+    pool, swap = BlockPool(3 * len(wanted), BLOCK_SIZE), BlockPool(100, BLOCK_SIZE)
+    scheduler = DecodeScheduler(pool, len(wanted), swap)
+    for name, tenant, priority in wanted:
+        scheduler.add(sequence(name, prompt=BLOCK_SIZE + 10, max_tokens=60, tenant=tenant, priority=priority))
+        for taken in scheduler.take_in():
+            assert scheduler.end_copy(taken.attempt_id, join=True)
+    assert scheduler.num_running == len(wanted)
+    while not (swaps := scheduler.make_room()[0]):
+        plan = scheduler.plan()
+        scheduler.commit(plan, [7] * len(plan.slices))
+    return swaps[0].attempt_id
+
+
+def test_of_one_tenant_the_lowest_priority_gives_way_first_and_of_equal_ones_the_latest():
+    low_first = [("low", "t", -1), ("old", "t", 0), ("high", "t", 2), ("young", "t", 0)]
+    assert first_to_give_way(*low_first) == "low"
+    equal = [("old", "t", 3), ("high", "t", 5), ("young", "t", 3)]
+    assert first_to_give_way(*equal) == "young"
+
+
+def test_other_tenants_do_not_notice_a_priority():
+    mixed = [("other", "u", -10), ("modest", "t", 0), ("other too", "u", -10), ("proud", "t", 10)]
+    assert first_to_give_way(*mixed) == "modest"  # gives its tenant's latest place
+    boasting = [("other", "u", 0), ("proud", "t", 10)]
+    assert first_to_give_way(*boasting) == "proud"

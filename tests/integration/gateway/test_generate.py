@@ -158,7 +158,7 @@ async def test_a_stop_string_over_tokens_ends_the_worker_call(deployment: Deploy
     assert done.finished.reason == common_pb2.FINISH_REASON_STOP
     assert list(done.token_ids) == ids[:stop_at]
     assert done.finished.usage.completion_tokens == stop_at
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await cancelled.wait()
 
 
@@ -367,6 +367,13 @@ async def test_tenants_take_turns_and_priority_orders_a_tenants_own(deployment: 
     for call in running + waiting:
         await events_of(call)
     assert started[4:] == [3, 5, 1, 4, 2]
+
+
+async def test_tenant_and_priority_reach_the_decode_worker(deployment: Deployment) -> None:
+    request = gateway_pb2.GenerateRequest(text="x", priority=-3)
+    await deployment.stub.Complete(request, metadata=(("x-baton-tenant", "calm"),))
+    [sent] = deployment.decode.requests
+    assert (sent.tenant, sent.priority) == ("calm", -3)
 
 
 @pytest.mark.parametrize("priority", [11, -11])

@@ -25,7 +25,7 @@ from baton.core.settings import RedisSettings
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from baton.core.workers import WorkerView
     from tests.fixtures.redis import PrivateRedis
@@ -136,13 +136,20 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Ends it, whatever state it is in."""
-        if self._process and self.is_running:
-            self._process.terminate()
-            try:
-                self._process.wait(15)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        stop_all([self])
+
+
+def stop_all(workers: Iterable[WorkerProcess]) -> None:
+    """Ends them side by side, whatever state they are in."""
+    running = [worker for worker in workers if worker.is_running]
+    for worker in running:
+        worker.thaw()
+        worker.terminate()
+    for worker in running:
+        try:
+            worker.wait()
+        except subprocess.TimeoutExpired:
+            worker.kill()
 
 
 class GatewayProcess:
@@ -283,7 +290,8 @@ class Client:
     async def generate(self, attempt_id: str, token_ids: list[int], **changes: Any) -> Answer:
         """One request from prompt to last token; asserts the shape of both streams."""
         answer = Answer()
-        call = self.prefill.Prefill(self.prefill_request(attempt_id, token_ids, **changes))
+        shared = {name: value for name, value in changes.items() if name not in ("tenant", "priority")}
+        call = self.prefill.Prefill(self.prefill_request(attempt_id, token_ids, **shared))
         async for event in call:
             if event.HasField("growing_cache"):  # this reader waits for the whole
                 continue

@@ -27,11 +27,12 @@ from decode_worker.swapper import ThreadSwapper
 from kv_transfer.descriptor import KVDescriptor
 from kv_transfer.swap import SwapSpace
 from kv_transfer.transport import ReadResult
-from tests.integration.workers.conftest import start
+from tests.integration.workers.conftest import new_pair, start
 from tests.integration.workers.test_slow_reader import is_parked, unread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from tests.integration.workers.harness import Client, Pair
 
@@ -41,10 +42,15 @@ NUM_TOKENS = 700
 LIMITS = ("--engine.kv_cache_bytes", "1MiB", "--engine.max_num_seqs", "8")
 
 
-async def run_at_once(client: Client, run: str, names: list[str]) -> dict[str, list[int] | BaseException]:
+async def run_at_once(
+    client: Client, run: str, names: list[str], *, preferred: Sequence[str] = ()
+) -> dict[str, list[int] | BaseException]:
     """The tokens of requests that are sent at once, or how they failed."""
     answers = await asyncio.gather(
-        *(client.generate(f"{run}-{name}", PROMPTS[name], max_tokens=NUM_TOKENS) for name in names),
+        *(
+            client.generate(f"{run}-{name}", PROMPTS[name], max_tokens=NUM_TOKENS, priority=int(name in preferred))
+            for name in names
+        ),
         return_exceptions=True,
     )
     return {
@@ -67,12 +73,13 @@ def metrics(port: int) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def crowded(module_pair: Pair) -> tuple[Pair, int]:
+def crowded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, int]]:
     """Both workers running, and the port of the decode worker's metrics."""
     port = free_port()
-    start(module_pair.prefill)
-    module_pair.decode.start(*LIMITS, "--telemetry.metrics_port", str(port))
-    return module_pair, port
+    with new_pair(tiny_model, tmp_path_factory.mktemp("logs")) as pair:
+        start(pair.prefill)
+        pair.decode.start(*LIMITS, "--telemetry.metrics_port", str(port))
+        yield pair, port
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +131,10 @@ async def test_without_swap_space_some_are_refused_and_the_others_go_on(crowded,
     pair.decode.start(*LIMITS, "--swap_bytes", "0")
     async with pair.client() as client:
         await learn(client, known)
-        crowd = await run_at_once(client, "shed", list(PROMPTS))
+        crowd = await run_at_once(client, "shed", list(PROMPTS), preferred=["a4", "a5"])
         shed = [name for name in PROMPTS if isinstance(crowd[name], BaseException)]
         assert 1 <= len(shed) <= 3
+        assert not {"a4", "a5"} & set(shed)
         for name in shed:
             failure = crowd.pop(name)
             assert isinstance(failure, grpc.aio.AioRpcError)
