@@ -9,10 +9,12 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import torch
+import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import gateway_pb2_grpc
@@ -89,6 +91,34 @@ def running_system(model_folder: Path, log_folder: Path, environment: dict[str, 
                 process.kill()
                 raise
         assert code == 0, f"baton up ended with {code}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """transformers' own tokenizer and model, in float32."""
+
+    tokenizer: Any
+    model: Any
+
+    def log_probabilities(self, ids: list[int]) -> torch.Tensor:
+        """[positions, vocabulary]: row i is for the token after position i."""
+        with torch.inference_mode():
+            return torch.log_softmax(self.model(torch.tensor([ids])).logits[0].to(torch.float64), dim=-1)
+
+    def greedy(self, prompt: list[int], answer: list[int]) -> list[int]:
+        """What it says at each place of `answer` after what stands before: `answer` itself, or it is not greedy's.
+
+        One pass over everything, where to generate would take one for each token.
+        """
+        return self.log_probabilities(prompt + answer)[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+@pytest.fixture(scope="session")
+def reference(model_folder: Path) -> Reference:
+    return Reference(
+        tokenizer=transformers.AutoTokenizer.from_pretrained(model_folder),
+        model=transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval(),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import jsonschema
 import pytest
 import torch
-import transformers
 
 from baton.v1 import common_pb2, gateway_pb2
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.e2e.conftest import System
+    from tests.e2e.conftest import Reference, System
 
 TEXT = "The three largest rivers of Europe are the"
 MAX_TOKENS = 24
@@ -35,23 +32,15 @@ SCHEMA = {
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def reference(model_folder: Path) -> tuple[Any, Any]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    return tokenizer, model
-
-
 async def complete(system: System, request: gateway_pb2.GenerateRequest) -> gateway_pb2.CompleteResponse:
     async with grpc.aio.insecure_channel(system.address) as channel:
         return await system.stub(channel).Complete(request)
 
 
-async def test_a_repetition_penalty_gives_the_tokens_of_transformers(system: System, reference: Any) -> None:
-    tokenizer, model = reference
-    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+async def test_a_repetition_penalty_gives_the_tokens_of_transformers(system: System, reference: Reference) -> None:
+    ids = torch.tensor([reference.tokenizer(TEXT)["input_ids"]])
     with torch.inference_mode():
-        output = model.generate(
+        output = reference.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -68,8 +57,8 @@ async def test_a_repetition_penalty_gives_the_tokens_of_transformers(system: Sys
     assert list(answer.token_ids) == output[0, ids.shape[1] :].tolist()
 
 
-async def test_log_probabilities_are_those_of_transformers(system: System, reference: Any) -> None:
-    tokenizer, model = reference
+async def test_log_probabilities_are_those_of_transformers(system: System, reference: Reference) -> None:
+    tokenizer = reference.tokenizer
     request = gateway_pb2.GenerateRequest(
         text=TEXT,
         echo=True,
@@ -80,8 +69,7 @@ async def test_log_probabilities_are_those_of_transformers(system: System, refer
     answer = await complete(system, request)
     prompt = tokenizer(TEXT)["input_ids"]
     ids = prompt + list(answer.token_ids)
-    with torch.inference_mode():
-        expected = torch.log_softmax(model(torch.tensor([ids])).logits[0].to(torch.float64), dim=-1)
+    expected = reference.log_probabilities(ids)
     assert list(answer.scored_prompt.token_ids) == prompt[1:]
     entries = [*answer.scored_prompt.logprobs, *answer.logprobs]
     assert len(entries) == len(ids) - 1

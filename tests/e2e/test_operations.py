@@ -141,6 +141,10 @@ async def test_a_conversation_goes_on_where_the_cache_ends_and_says_the_same_wit
     assert grown["baton_prompt_tokens_total"] == usage.prompt_tokens - usage.cached_prompt_tokens
 
 
+# A second or two: a worker that is killed after the first token is killed in the middle.
+STORY_TOKENS = 200
+
+
 def component_pid(system: System, name: str) -> int:
     """The server process of a component."""
     (pid,) = [pid for pid, command in descendants(system.process.pid).items() if f"-m {name} " in command]
@@ -178,17 +182,18 @@ async def test_a_killed_worker_comes_back_and_leaves_nothing(system: System) -> 
         ):
             old = (await workers_of(system, channel))[role]
             request = gateway_pb2.GenerateRequest(text="Tell me a very long story.")
-            request.stop.max_tokens = 400
+            request.stop.max_tokens = STORY_TOKENS
             request.stop.ignore_eos = True
+            pid = component_pid(system, name)
             call = stub.Generate(request)
             async for event in call:
                 if event.HasField("delta"):
                     break
-            os.kill(component_pid(system, name), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             num_tokens, code = await drain(call)
             # Another attempt goes on when the worker is back; on a starved machine that is too late for the queue.
-            assert (num_tokens, code) == (400, None) or code is grpc.StatusCode.UNAVAILABLE
-            for _ in range(300):
+            assert (num_tokens, code) == (STORY_TOKENS, None) or code is grpc.StatusCode.UNAVAILABLE
+            for _ in range(900):
                 new = (await workers_of(system, channel)).get(role)
                 if new is not None and new.incarnation != old.incarnation:
                     break

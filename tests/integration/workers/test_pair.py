@@ -13,6 +13,7 @@ from baton.core.errors import FailedPreconditionError, InvalidArgumentError, Out
 from baton.rpc.errors import from_call
 from baton.v1 import common_pb2, decode_pb2, kv_transfer_pb2
 from tests.integration.workers.harness import BLOCK_SIZE, LEASE_S, MAX_CONTEXT, VOCAB_SIZE
+from tests.integration.workers.test_slow_reader import all_seats_taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -246,19 +247,12 @@ async def test_an_attempt_that_runs_keeps_its_id(pair):
         await client.assert_all_free()
 
 
-async def test_decode_waits_for_room_in_turn_and_its_leases_live_on(pair, reference):
-    """Two sequences of 1,500 positions do not fit into 2,720: behind a dozen of them one outlives its first lease."""
-    async with pair.client() as client:
-        prefills, hogs = [], []
-        for index in range(12):
-            request = client.prefill_request(f"hog-{index}", prompt(20), max_tokens=1500)
-            prefills.append(client.prefill.Prefill(request))
-            first = await client.first_token(prefills[-1])
-            hogs.append(client.decode.Decode(client.decode_request(f"hog-{index}", first, max_tokens=1500)))
-        assert (await hogs[0].read()).HasField("handover")
+async def test_decode_waits_for_its_turn_and_its_lease_lives_on(pair, reference):
+    """As long as all seats are taken, beyond the end of its first lease."""
+    async with pair.client() as client, all_seats_taken(client) as hogs:
         ids = prompt(700, 2)
-        prefills.append(client.prefill.Prefill(client.prefill_request("waits", ids, max_tokens=810)))
-        first = await client.first_token(prefills[-1])
+        prefill = client.prefill.Prefill(client.prefill_request("waits", ids, max_tokens=810))
+        first = await client.first_token(prefill)
         call = client.decode.Decode(client.decode_request("waits", first, max_tokens=810))
         waiting = asyncio.create_task(call.read())
         await asyncio.sleep(2.5 * LEASE_S)  # the time is the point: nothing happens at its end
@@ -266,6 +260,7 @@ async def test_decode_waits_for_room_in_turn_and_its_leases_live_on(pair, refere
         for hog in hogs:
             hog.cancel()
         assert (await waiting).handover.wait_s > 2 * LEASE_S
+        assert (await prefill.read()).released.outcome == CONSUMED
         tokens = [first.token_id]
         while len(tokens) < 10:
             tokens += (await call.read()).tokens.ids

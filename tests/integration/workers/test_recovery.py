@@ -36,7 +36,7 @@ from baton.v1 import (
 )
 from tests.fixtures.model import save_steep_llama
 from tests.fixtures.redis import PrivateRedis
-from tests.integration.workers.harness import LEASE_S, MODEL, NAMESPACE, GatewayProcess, WorkerProcess
+from tests.integration.workers.harness import LEASE_S, MODEL, NAMESPACE, GatewayProcess, WorkerProcess, stop_all
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,7 +46,7 @@ WAYS = ("shm", "grpc", "gloo")
 START_S = 120.0
 # Five workers start, and two of them again in each test.
 pytestmark = pytest.mark.timeout(400)
-FREE_S = 5.0
+FREE_S = 20.0
 MAX_TOKENS = 240
 Sampling = common_pb2.SamplingParams
 
@@ -130,8 +130,7 @@ class System:
             self.workers[name].start(*flags, "--handover.timeout_s", "10")
 
     def stop(self) -> None:
-        for worker in self.workers.values():
-            worker.stop()
+        stop_all(self.workers.values())
         self.gateway.stop()
 
     @asynccontextmanager

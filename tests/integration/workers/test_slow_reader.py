@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
 from baton.v1 import decode_pb2_grpc
+from tests.integration.workers.conftest import NUM_SEATS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,6 +37,17 @@ async def is_parked(client: Client) -> bool:
     """Nothing is computed, and blocks are held."""
     _, decode = await client.status()
     return decode.num_running == 0 and decode.num_waiting == 0 and decode.num_used_blocks > 0
+
+
+@asynccontextmanager
+async def all_seats_taken(client: Client) -> AsyncIterator[list[Any]]:
+    """Decode calls that nobody reads, as many as may run: they are parked and keep their seats for ever."""
+    async with AsyncExitStack() as stack:
+        calls = [await stack.enter_async_context(unread(client, f"hog-{index}")) for index in range(NUM_SEATS)]
+        for call in calls:
+            assert (await call.read()).HasField("handover")
+        await client.eventually(lambda: is_parked(client))
+        yield calls
 
 
 async def test_it_leaves_the_batch_and_comes_back_when_it_is_read(pair):

@@ -18,15 +18,15 @@ from tokenizers import Tokenizer
 from baton.core.errors import FailedPreconditionError, InvalidArgumentError
 from baton.rpc.errors import from_call
 from baton.v1 import common_pb2
-from tests.fixtures.redis import PrivateRedis
-from tests.integration.workers.conftest import start
-from tests.integration.workers.harness import Pair, WorkerProcess
+from tests.integration.workers.conftest import new_pair, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-NUM_SEEDS = 50
+    from tests.integration.workers.harness import Pair
+
+NUM_SEEDS = 25
 EOS = 2
 SCHEMA = {
     "type": "object",
@@ -44,16 +44,9 @@ GRAMMAR = 'start: "(" start ")" | "[" NUMBER "]"\nNUMBER: /[0-9]{1,3}/'
 
 @pytest.fixture(scope="module")
 def structured_pair(random_llama: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    model, folder = random_llama(512), tmp_path_factory.mktemp("logs")
-    with PrivateRedis() as redis:
-        prefill = WorkerProcess("prefill_worker", "p1", redis.url, model, folder)
-        decode = WorkerProcess("decode_worker", "d1", redis.url, model, folder)
-        try:
-            start(prefill, decode)
-            yield Pair(prefill, decode, redis, model)
-        finally:
-            prefill.stop()
-            decode.stop()
+    with new_pair(random_llama(512), tmp_path_factory.mktemp("logs")) as pair:
+        start(pair.prefill, pair.decode)
+        yield pair
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from baton.coordination.embedded import EmbeddedRedis
 from baton.rpc.errors import from_call
 from tests.fixtures.processes import descendants
 from tests.integration.engine import families
-from tests.integration.workers.harness import Pair, WorkerProcess
+from tests.integration.workers.harness import Pair, WorkerProcess, stop_all
 from tests.integration.workers.test_deaths import ends, read_to_error, start_decode
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def expected(tiny_model: Path) -> list[list[int]]:
 def pair(redis: EmbeddedRedis, tiny_model: Path, tmp_path: Path) -> Iterator[Pair]:
     workers = [WorkerProcess(f"{role}_worker", role, redis.url, tiny_model, tmp_path) for role in ("prefill", "decode")]
     yield Pair(*workers, redis, tiny_model)
-    for worker in workers:
-        worker.stop()
+    stop_all(workers)
 
 
 def start(pair: Pair, prefill_ranks: int, decode_ranks: int) -> None:
