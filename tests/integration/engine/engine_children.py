@@ -47,8 +47,6 @@ def act(channel, command):
         case "emit_then_kill":
             channel.emit([Event("last words")])
             os.kill(os.getpid(), signal.SIGKILL)
-        case "sleep":
-            time.sleep(command.value)
         case "flood":
             for number in range(command.value):
                 channel.emit([Event(number)])

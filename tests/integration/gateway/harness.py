@@ -248,7 +248,7 @@ class Deployment:
         return await self.queue.check_integrity() == [] and all(credit == (0, 0) for credit in held)
 
 
-async def eventually(holds: Callable[[], Any], *, within_s: float = 5.0) -> None:
+async def eventually(holds: Callable[[], Any], *, within_s: float = 20.0) -> None:
     """Waits for the state of another process, which has no event to wait for."""
     async with asyncio.timeout(within_s):
         while True:

@@ -416,7 +416,7 @@ async def test_a_growing_cache_is_followed_to_its_end(source, directory, leases)
             complete.set()
 
     growing = descriptor_at(source, block_ids=(), is_growing=True, lease_s=5.0)
-    async with asyncio.timeout(5), directory.hold(growing) as lease:
+    async with asyncio.timeout(20), directory.hold(growing) as lease:
         assert lease.pool is not None
         lease.follow(tell)
         parts = [Growth((5, 6)), Growth((7,)), Growth((), (0, 5))]  # a token's id may be 0
@@ -435,7 +435,7 @@ async def test_a_growing_lease_that_ends_early_cancels_its_holder(source, direct
             leases.growth.put_nowait(Growth((5,)))
             await asyncio.Event().wait()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with pytest.raises(StaleLeaseError):
             await hold()
     assert await leases.releases.get() == ("lease", LeaseOutcome.ABANDONED)
@@ -456,7 +456,7 @@ async def test_a_source_that_dies_while_its_cache_grows_cancels_the_holder(lease
         holding = asyncio.ensure_future(hold())
         await following.wait()
     with pytest.raises(PeerGoneError):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await holding
 
 

@@ -67,7 +67,7 @@ class Spans(InMemorySpanExporter):
 
     async def both(self) -> tuple[ReadableSpan, ReadableSpan]:
         """The client's and the server's span of the only call."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.get_finished_spans()) < 2:
                 self._arrived.clear()
                 await self._arrived.wait()

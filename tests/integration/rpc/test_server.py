@@ -62,7 +62,7 @@ async def test_a_new_server_is_not_serving_until_told() -> None:
 
 @pytest.mark.parametrize("service", ["", OURS])
 async def test_a_watch_sees_changes_and_ends_with_the_server(running, service: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         watch = health_of(running).Watch(asked(service))
         statuses = aiter(watch)
         assert (await anext(statuses)).status == SERVING
@@ -142,7 +142,7 @@ async def test_drain_lets_running_calls_end_and_refuses_new_ones(running) -> Non
     call = asyncio.ensure_future(_get(running))
     await running.servicer.entered.wait()
     draining = asyncio.ensure_future(running.server.drain(60))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await health_of(running).Check(asked(""))).status == SERVING:
             pass
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -164,7 +164,7 @@ async def test_calls_that_outlive_the_grace_end_as_unavailable(running) -> None:
     call = running.stub.Generate(gateway_pb2.GenerateRequest())
     responses = aiter(call)
     await anext(responses)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         draining = asyncio.ensure_future(running.server.drain(0.05))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(responses)
@@ -206,5 +206,5 @@ async def test_a_restarted_peer_is_found_again_on_the_same_channel(running) -> N
         gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"],
     )
     await again.start()
-    await running.stub.GetModel(gateway_pb2.GetModelRequest(), wait_for_ready=True, timeout=5)
+    await running.stub.GetModel(gateway_pb2.GetModelRequest(), wait_for_ready=True, timeout=20)
     await again.drain(0)

@@ -181,7 +181,7 @@ async def test_calls_between_workers_are_parts_of_a_trace_or_of_none(running, so
     assert running.spans.get_finished_spans() == ()
     with running.tracer.start_as_current_span("request") as request:
         await ask(source)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while len(running.spans.get_finished_spans()) < 5:
             await asyncio.sleep(0.01)
     assert {span.context.trace_id for span in running.spans.get_finished_spans()} == {request.context.trace_id}
