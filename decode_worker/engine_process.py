@@ -41,14 +41,12 @@ class DecodeSpec:
 
 def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: DecodeSpec) -> None:
     """The engine process's whole life. Its facts are `EngineFacts`."""
-    from baton.engine.kv_pool import KVPool
-    from kv_transfer.swap import SwapSpace
-    from kv_transfer.ways import ReaderFactory
-
     settings = spec.settings
     setup_logging(settings.telemetry, "decode_engine")
 
     def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
+        from baton.engine.kv_pool import KVPool
+
         if settings.engine.tensor_parallel_size > 1:
             return KVPool.in_shared_memory(layout, num_blocks)
         return KVPool(layout, num_blocks, device=settings.engine.device)
@@ -56,6 +54,15 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
     with ExitStack() as at_end:
         host = RankHost(watch=channel.watch, at_end=at_end)
         loaded = load(WorkerRole.DECODE, settings, make_pool, host, swap_bytes=settings.swap_bytes)
+        from kv_transfer.swap import SwapSpace  # these bring torch, which `load` times
+        from kv_transfer.ways import ReaderFactory
+
+        open_reader = ReaderFactory(
+            channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
+            from_call=from_call,
+            max_message_bytes=settings.server.max_message_bytes,
+            timeout_s=settings.handover.timeout_s,
+        )
         facts = loaded.facts
         move = _move(settings.engine.device)
         open_reader = ReaderFactory(

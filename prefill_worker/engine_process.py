@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from baton.worker.engine_loop import EventBatch
     from baton.worker.start_up import EngineFacts
     from kv_transfer.descriptor import PoolHandle
+    from kv_transfer.source import SourcePool
     from prefill_worker.messages import PrefillCommand
     from prefill_worker.settings import PrefillWorkerSettings
 
@@ -49,14 +50,14 @@ class PrefillFacts:
 
 def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: PrefillSpec) -> None:
     """The engine process's whole life. However it ends, the segment is unlinked, but for SIGKILL: then by the next."""
-    from baton.engine.kv_pool import KVPool
-    from kv_transfer.source import DistPlace, SourcePool
-
     settings = spec.settings
     setup_logging(settings.telemetry, "prefill_engine")
     pools: list[SourcePool] = []
 
     def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
+        from baton.engine.kv_pool import KVPool
+        from kv_transfer.source import SourcePool
+
         segment = SegmentSpec(
             layout=layout,
             num_blocks=num_blocks,
@@ -71,6 +72,8 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
 
     with ExitStack() as at_end:
         loaded = load(WorkerRole.PREFILL, settings, make_pool, RankHost(watch=channel.watch, at_end=at_end))
+        from kv_transfer.source import DistPlace  # like the other imports here it brings torch, which `load` times
+
         (pool,) = pools
         clock = SystemClock()
         leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
