@@ -57,12 +57,6 @@ def run_decode_engine(channel: ChildChannel[DecodeCommand, EventBatch], spec: De
         from kv_transfer.swap import SwapSpace  # these bring torch, which `load` times
         from kv_transfer.ways import ReaderFactory
 
-        open_reader = ReaderFactory(
-            channel=lambda address: grpc.insecure_channel(address, client_options(settings.server.max_message_bytes)),
-            from_call=from_call,
-            max_message_bytes=settings.server.max_message_bytes,
-            timeout_s=settings.handover.timeout_s,
-        )
         facts = loaded.facts
         move = _move(settings.engine.device)
         open_reader = ReaderFactory(

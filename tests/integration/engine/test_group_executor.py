@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100
-TIMEOUT_S = 3.0
+# Ranks of a busy machine may be late; one that is frozen is waited for in vain, so there it is short.
+TIMEOUT_S, SHORT_TIMEOUT_S = 60.0, 2.0
 
 
-def group_spec(folder: Path, memory: SharedMemory | None, size: int = 2) -> GroupSpec:
+def group_spec(folder: Path, memory: SharedMemory | None, size: int = 2, *, timeout_s: float = TIMEOUT_S) -> GroupSpec:
     return GroupSpec(
         size=size,
         folder=folder,
@@ -45,17 +46,17 @@ def group_spec(folder: Path, memory: SharedMemory | None, size: int = 2) -> Grou
         device="cpu",
         memory=memory,
         num_threads=1,
-        timeout_s=TIMEOUT_S,
+        timeout_s=timeout_s,
         set_up_log=run_short_of_memory,
     )
 
 
-def start(folder: Path, size: int = 2) -> tuple[GroupExecutor, KVPool]:
+def start(folder: Path, size: int = 2, *, timeout_s: float = TIMEOUT_S) -> tuple[GroupExecutor, KVPool]:
     layout = group_spec(folder, None).layout
     memory = SharedMemory.create(NUM_BLOCKS * layout.block_bytes)
     pool = KVPool(layout, NUM_BLOCKS, storage=memory.map())
     try:
-        return GroupExecutor.start(group_spec(folder, memory, size), pool), pool
+        return GroupExecutor.start(group_spec(folder, memory, size, timeout_s=timeout_s), pool), pool
     finally:
         memory.close()
 
@@ -171,15 +172,15 @@ def test_a_killed_rank_is_the_end_and_is_named(folder) -> None:
 
 def test_a_frozen_rank_is_the_end_after_its_time_and_holds_nothing_up(folder) -> None:
     others = set(rank_pids())
-    executor, _ = start(folder)
+    executor, _ = start(folder, timeout_s=SHORT_TIMEOUT_S)
     (pid,) = set(rank_pids()) - others
     os.kill(pid, signal.SIGSTOP)
     started_s = time.monotonic()
-    with pytest.raises(EngineFaultError, match="rank 1 of 2 has not answered for 3 s"):
+    with pytest.raises(EngineFaultError, match="rank 1 of 2 has not answered for 2 s"):
         step(executor, [(Sequence("a", [1, 2, 3], [0]), 9)])
     executor.close()
     assert not is_running(pid)
-    assert time.monotonic() - started_s < 2 * TIMEOUT_S + 15
+    assert time.monotonic() - started_s < 2 * SHORT_TIMEOUT_S + 15
 
 
 def test_even_a_frozen_rank_ends_with_its_killed_parent(folder) -> None:
@@ -188,7 +189,7 @@ def test_even_a_frozen_rank_ends_with_its_killed_parent(folder) -> None:
         pid = int(parent.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 20
     while is_running(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
