@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 200.0
 COMPONENTS = ("gateway", "prefill_worker", "decode_worker")
 
 
