@@ -16,7 +16,8 @@ from baton.core.start_up import LINE_PREFIX, LOGGER_NAME
 _log = logging.getLogger(__name__)
 
 COMPILED = ("decoder.c", "chunks.c", "race.c", "move.c")
-SOURCES = ("simd.h", "linear.h", "int8.h", "panels.h", "products.h", "attention.h", "threads.h", *COMPILED)
+HEADERS = ("simd.h", "linear.h", "int8.h", "panels.h", "int8_panels.h", "products.h", "attention.h", "threads.h")
+SOURCES = (*HEADERS, *COMPILED)
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")
 COMPILE_TIMEOUT_S = 120.0

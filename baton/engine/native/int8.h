@@ -36,7 +36,13 @@ INLINE vs widen_bytes(const int8_t *from) {
 #endif
 }
 
-/* sum + the products of neighbours, in any order of the lanes. Exact. */
+#if defined(__SSE2__)
+#define ADDS_NEIGHBOURS 1
+#else
+#define ADDS_NEIGHBOURS 0
+#endif
+
+/* sum + the products of pairs: of neighbours, or of elements that are LANES apart. Exact. */
 INLINE vi add_products(vi sum, vs a, vs b) {
 #if defined(__AVX512VNNI__) && VECTOR_BYTES == 64
     return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -48,6 +54,14 @@ INLINE vi add_products(vi sum, vs a, vs b) {
     return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__) && VECTOR_BYTES == 16
     return sum + (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__SSE2__)
+    union {
+        vs whole[2];
+        __m128i part[2 * VECTOR_BYTES / 16];
+    } u = {{a, b}};
+    const int parts = VECTOR_BYTES / 16;
+    for (int i = 0; i < parts; i++) u.part[i] = _mm_madd_epi16(u.part[i], u.part[parts + i]);
+    return sum + (vi)u.whole[0];
 #elif defined(__aarch64__)
     int32x4_t low = vmlal_s16((int32x4_t)sum, vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
     return (vi)vmlal_high_s16(low, (int16x8_t)a, (int16x8_t)b);

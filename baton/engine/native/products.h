@@ -2,18 +2,21 @@
  *
  * Weights are widened and turned into panels, a few at a time, which stay in the cache while all rows are multiplied.
  * Rows are packed into strips first; what the layer does to its input (norm, or silu of the gate times up) is done
- * on the way. Each output is one sum in the order of the packed depth, whatever else is in the step.
+ * on the way. Each output is one sum in the order of the packed depth, whatever else is in the step. With int8 weights
+ * the rows are rounded, and all of it is done on whole numbers (int8_panels.h).
  */
 #ifndef BATON_PRODUCTS_H
 #define BATON_PRODUCTS_H
 
+#include "int8_panels.h"
 #include "linear.h"
 #include "panels.h"
 #include "threads.h"
 
 #define GROUP_PANELS 6 /* panels of weights that one thread has at a time */
 #define DEPTH 320      /* of them at a time: a panel's part stays in the first-level cache. A multiple of every BLOCK
-                        * and of GROUP */
+                        */
+#define INT8_DEPTH 9   /* the same in groups of int8 weights, at most */
 #define MOST_ROWS 384  /* packed at a time: a multiple of every STRIP */
 
 enum { PLAIN = 0, NORMED = 1, GATED = 2 };
@@ -37,13 +40,20 @@ struct products {
     struct team *team;
     const struct product *product;
     size_t first, rows; /* of the rows that are packed */
-    float *packed;      /* [strip][padded in][STRIP] */
+    float *packed;      /* [strip][padded in][STRIP], or for int8 weights int16 [strip][pair][STRIP][2] */
     size_t packed_floats;
-    float *panels; /* a thread's own [GROUP_PANELS][DEPTH][BLOCK] */
+    float step[MOST_ROWS]; /* of each packed row, for int8 weights */
+    float *panels;         /* a thread's own [GROUP_PANELS][DEPTH][BLOCK], or struct int8_group [GROUP_PANELS][INT8_DEPTH] */
     _Atomic int next_panels;
 };
 
 #define PANEL_FLOATS (GROUP_PANELS * DEPTH * BLOCK)
+_Static_assert(GROUP_PANELS * INT8_DEPTH * sizeof(struct int8_group) <= PANEL_FLOATS * sizeof(float), "room for both");
+
+/* Groups of int8 weights. */
+struct int8_part {
+    size_t from, to;
+};
 
 /* One row as the weights are multiplied with it, in plain order: [padded in], of which the end is left. */
 static void take_row(const struct product *p, const float *x, float *to) {
@@ -85,6 +95,24 @@ static void pack_strip(const struct products *s, size_t strip, float *row) {
     }
 }
 
+INLINE size_t int8_groups(const struct product *p) { return grouped((size_t)p->in) / GROUP; }
+
+/* The same for int8 weights: rounded, in pairs. */
+static void pack_int8_strip(struct products *s, size_t strip, float *row) {
+    const struct product *p = s->product;
+    size_t count = int8_groups(p) * GROUP;
+    int16_t *to = (int16_t *)s->packed + strip * count * STRIP, rounded[count];
+    for (size_t r = 0; r < STRIP; r++) {
+        size_t at = strip * STRIP + r;
+        memset(rounded, 0, sizeof rounded);
+        if (at < s->rows) {
+            take_row(p, p->x + (s->first + at) * (size_t)p->x_stride, row);
+            s->step[at] = round_row(row, (size_t)p->in, rounded);
+        }
+        pack_pairs(rounded, count, to, r);
+    }
+}
+
 /* Outputs from `out` on, elements `from` up to `to` of their weights, as panels of depth to - from, padded. */
 INLINE void take_weights(int type, const struct product *p, size_t out, size_t panels, size_t from, size_t to,
                          float *panel) {
@@ -96,26 +124,6 @@ INLINE void take_weights(int type, const struct product *p, size_t out, size_t p
             rows[i] = (const char *)p->weight + (row * in + from) * bytes;
         }
         turn_rows(type, rows, to - from, panel + column / BLOCK * BLOCK * depth + column % BLOCK);
-    }
-}
-
-/* The same of int8 weights, whose elements `from` is a multiple of GROUP. */
-static void take_int8(const struct product *p, size_t out, size_t panels, size_t from, size_t to, float *panel) {
-    size_t in = grouped((size_t)p->in), depth = padded(to - from), last = (size_t)p->out - 1;
-    float wide[SIDE][DEPTH];
-    const char *rows[SIDE];
-    for (size_t column = 0; column < panels * BLOCK && out + column <= last; column += SIDE) {
-        for (size_t i = 0; i < SIDE; i++) {
-            size_t row = out + column + i < last ? out + column + i : last;
-            const int8_t *values = (const int8_t *)p->weight + row * in + from;
-            const uint16_t *scales = p->scale + (row * in + from) / GROUP;
-            for (size_t group = 0; group < to - from; group += GROUP) { /* there are zeros beyond `to` */
-                float scale = from_bfloat16(scales[group / GROUP]);
-                for (size_t k = group; k < group + GROUP; k++) wide[i][k] = (float)values[k] * scale;
-            }
-            rows[i] = (const char *)wide[i];
-        }
-        turn_rows(FLOAT32, rows, depth, panel + column / BLOCK * BLOCK * depth + column % BLOCK);
     }
 }
 
@@ -150,8 +158,6 @@ static void multiply_group(const struct products *s, size_t out, float *panels) 
             take_weights(FLOAT32, p, out, count, from, to, panels);
         else if (p->type == BFLOAT16)
             take_weights(BFLOAT16, p, out, count, from, to, panels);
-        else if (p->type == INT8)
-            take_int8(p, out, count, from, to, panels);
         else
             take_weights(FLOAT16, p, out, count, from, to, panels);
         for (size_t strip = 0; strip < strips; strip++)
@@ -161,22 +167,92 @@ static void multiply_group(const struct products *s, size_t out, float *panels) 
     }
 }
 
+/* The same of int8 weights, in whole groups. */
+static void take_int8_weights(const struct product *p, size_t out, size_t panels, size_t from, size_t to,
+                              struct int8_group *panel) {
+    size_t groups = int8_groups(p), last = (size_t)p->out - 1;
+    const char *rows[SIDE];
+    for (size_t column = 0; column < panels * BLOCK && out + column <= last; column += SIDE) {
+        struct int8_group *at = panel + column / BLOCK * (to - from);
+        for (size_t group = from; group < to; group++, at++) {
+            for (size_t i = 0; i < SIDE; i++) {
+                size_t row = out + column + i < last ? out + column + i : last;
+                rows[i] = (const char *)p->weight + (row * groups + group) * GROUP;
+                __builtin_prefetch(rows[i] + SIDE * groups * GROUP, 0, 2);
+                at->scale[column % BLOCK + i] = from_bfloat16(p->scale[row * groups + group]);
+            }
+            turn_int8_rows(rows, column % BLOCK, at);
+        }
+    }
+}
+
+/* `columns` of a row; all but the last panel's have a size that the compiler knows. */
+INLINE void copy_columns(float *to, const float *from, size_t columns) {
+    if (columns == BLOCK)
+        memcpy(to, from, BLOCK * sizeof *to);
+    else
+        memcpy(to, from, columns * sizeof *to);
+}
+
+static void multiply_int8_tile(const struct products *s, size_t strip, struct int8_part part, size_t out,
+                               const struct int8_group *panel) {
+    const struct product *p = s->product;
+    size_t stride = (size_t)p->out, columns = stride - out < BLOCK ? stride - out : BLOCK, row = strip * STRIP;
+    size_t count = s->rows - row < STRIP ? s->rows - row : STRIP, groups = int8_groups(p);
+    float *y = p->y + (s->first + row) * stride + out;
+    float sums[STRIP * BLOCK] __attribute__((aligned(64))) = {0}, bias[BLOCK] = {0};
+    if (part.from)
+        for (size_t r = 0; r < count; r++) copy_columns(sums + r * BLOCK, y + r * stride, columns);
+    const int16_t *rows = (const int16_t *)s->packed + (strip * groups + part.from) * GROUP * STRIP;
+    multiply_int8_panel(part.to - part.from, rows, panel, sums);
+    int is_last = part.to == groups;
+    if (is_last && p->bias) copy_columns(bias, p->bias + out, columns);
+    for (size_t r = 0; r < count; r++) {
+        float *sum = sums + r * BLOCK;
+        for (size_t i = 0; is_last && i < BLOCK; i += LANES)
+            store(sum + i, load(sum + i) * splat(s->step[row + r]) + load(bias + i));
+        copy_columns(y + r * stride, sum, columns);
+    }
+}
+
+static void multiply_int8_group(const struct products *s, size_t out, struct int8_group *panels) {
+    const struct product *p = s->product;
+    size_t left = (size_t)p->out - out, strips = (s->rows + STRIP - 1) / STRIP, groups = int8_groups(p);
+    size_t count = left < GROUP_PANELS * BLOCK ? (left + BLOCK - 1) / BLOCK : GROUP_PANELS;
+    size_t parts = (groups + INT8_DEPTH - 1) / INT8_DEPTH, depth = (groups + parts - 1) / parts; /* none is tiny */
+    for (size_t from = 0; from < groups; from += depth) {
+        struct int8_part part = {from, groups - from < depth ? groups : from + depth};
+        take_int8_weights(p, out, count, part.from, part.to, panels);
+        for (size_t strip = 0; strip < strips; strip++)
+            for (size_t panel = 0; panel < count; panel++)
+                multiply_int8_tile(s, strip, part, out + panel * BLOCK, panels + panel * (part.to - part.from));
+    }
+}
+
 static void product_work(void *argument) {
     struct products *s = argument;
     const struct product *p = s->product;
     float *panels = s->panels + (size_t)atomic_fetch_add(&s->next_panels, 1) * PANEL_FLOATS;
     int64_t strips = (int64_t)((s->rows + STRIP - 1) / STRIP), width = GROUP_PANELS * BLOCK;
     float row[padded((size_t)p->in)];
-    for (int64_t i; (i = team_take(s->team, strips)) >= 0;) pack_strip(s, (size_t)i, row);
+    for (int64_t i; (i = team_take(s->team, strips)) >= 0;)
+        if (p->type == INT8)
+            pack_int8_strip(s, (size_t)i, row);
+        else
+            pack_strip(s, (size_t)i, row);
     team_wait(s->team);
     for (int64_t i; (i = team_take(s->team, (p->out + width - 1) / width)) >= 0;)
-        multiply_group(s, (size_t)(i * width), panels);
+        if (p->type == INT8)
+            multiply_int8_group(s, (size_t)(i * width), (struct int8_group *)panels);
+        else
+            multiply_group(s, (size_t)(i * width), panels);
 }
 
 /* Room to pack the rows of such a product; 0 without memory. */
 static int room_for_rows(struct products *s, const struct product *p) {
     size_t rows = (size_t)(p->rows < MOST_ROWS ? p->rows : MOST_ROWS);
-    size_t floats = (rows + STRIP - 1) / STRIP * STRIP * padded((size_t)p->in);
+    size_t of_row = p->type == INT8 ? int8_groups(p) * GROUP / 2 : padded((size_t)p->in);
+    size_t floats = (rows + STRIP - 1) / STRIP * STRIP * of_row;
     if (floats <= s->packed_floats) return 1;
     free(s->packed);
     s->packed = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
