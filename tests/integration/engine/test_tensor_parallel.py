@@ -17,6 +17,7 @@ from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
 from baton.engine.sharding import Shard
 from baton.engine.weights import DecoderWeights, WeightForm
+from benchmarks.random_model import save_random_llama
 from tests.integration.engine import families
 from tests.integration.engine.sequences import Sequence
 
@@ -31,7 +32,7 @@ NUM_BLOCKS = 60
 class Ranks:
     """A group of threads over one pool, each with its part of the model."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, quantization: str = "none") -> None:
         config = DecoderConfig.from_folder(folder)
         self.pool = KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
         self._threads = ThreadPoolExecutor(size)
@@ -42,7 +43,9 @@ class Ranks:
         self.models = [
             DecoderModel(
                 config.part(shard),
-                DecoderWeights.from_folder(folder, config, WeightForm(dtype=torch.float32, shard=shard)),
+                DecoderWeights.from_folder(
+                    folder, config, WeightForm(dtype=torch.float32, quantization=quantization, shard=shard)
+                ),
                 group,
             )
             for shard, group in zip(self._shards, self._groups, strict=True)
@@ -73,11 +76,11 @@ def one_thread_a_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Path, int], Ranks]]:
+def start() -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start(folder: Path, size: int) -> Ranks:
-        started.append(Ranks(folder, size))
+    def start(folder: Path, size: int, quantization: str = "none") -> Ranks:
+        started.append(Ranks(folder, size, quantization))
         return started[-1]
 
     yield start
@@ -118,6 +121,20 @@ def test_two_ranks_give_the_logits_and_the_cache_of_one(name, tmp_path, start) -
     assert [sequence.tokens for sequence in divided_work] == [sequence.tokens for sequence in expected_work]
     torch.testing.assert_close(divided, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ranks.pool.tensor, pool.tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_int8_weights_of_two_ranks_are_those_of_one(tmp_path, start) -> None:
+    """Each rank quantizes its own part: where that is whole groups of inputs, to the same numbers."""
+    save_random_llama(tmp_path, num_positions=64, hidden_size=256, num_layers=2, vocab_size=256)
+    config = DecoderConfig.from_folder(tmp_path)
+    weights = DecoderWeights.from_folder(tmp_path, config, WeightForm(dtype=torch.float32, quantization="int8"))
+    alone, pool = DecoderModel(config, weights), KVPool(config.kv_layout(BLOCK_SIZE, "float32"), NUM_BLOCKS)
+    ranks = start(tmp_path, 2, "int8")
+    expected_work, divided_work = work(), work()
+    expected = run(lambda plan: alone.forward(plan, pool), expected_work, 7)
+    divided = run(ranks.forward, divided_work, 7)
+    assert [sequence.tokens for sequence in divided_work] == [sequence.tokens for sequence in expected_work]
+    torch.testing.assert_close(divided, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [3, 4])
