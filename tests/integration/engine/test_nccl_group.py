@@ -24,8 +24,17 @@ from tests.integration.engine.sequences import Sequence, generate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from datetime import timedelta
 
 SIZES = (2, 3)
+
+
+def by_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """On the loopback address: the machine's name is not asked for, which may take many seconds."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 class Ranks:
@@ -34,9 +43,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.memory = SharedMemory.create(0)
         self.shards = [Shard(rank, size) for rank in range(size)]
-        self.groups = [
-            NcclGroup(shard, self.memory.fd, timeout_s=10, connect=dist.ProcessGroupGloo) for shard in self.shards
-        ]
+        self.groups = [NcclGroup(shard, self.memory.fd, timeout_s=60, connect=by_gloo) for shard in self.shards]
         self._threads = ThreadPoolExecutor(size)
 
     def each(self, call: Callable[[int], Any]) -> list[Any]:
@@ -46,6 +53,14 @@ class Ranks:
         self.each(lambda rank: self.groups[rank].leave())
         self._threads.shutdown()
         self.memory.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_a_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=SIZES)
