@@ -34,7 +34,7 @@ class StepInputs:
         # Arrays, because tensors of lists are several times as slow to make.
         token_ids, positions, key_rows = array("q"), array("q"), array("q")
         for piece in plan.slices:
-            token_ids.extend(piece.token_ids)
+            token_ids.extend(iter(piece.token_ids))  # other ranks get them as arrays of another kind
             positions.extend(range(piece.start_position, piece.end_position))
             start = piece.start_position
             while start < piece.end_position:
