@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from contextlib import asynccontextmanager
+import signal
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,12 +118,15 @@ def _last_line(log: Path) -> str:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Lets the peer end by itself, then kills it."""
+    """Lets the peer end by itself, then kills it, and with it whatever it started: it leads a session of its own."""
     if process.stdin is not None:
         process.stdin.close()
     try:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
-        process.kill()
-        await process.wait()
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
