@@ -88,9 +88,12 @@ class Attempts:
                 loss = await self._try(place, finish)
                 if loss is not None:
                     self._note(loss, place.ticket)
-                if self._last_loss is None or (loss is None and not self._course.open_outputs(self._first)):
-                    return
-                place = await self._follow(place, self._last_loss, places)
+                else:
+                    loss = self._last_loss
+                    if loss is None or not self._course.open_outputs(self._first):
+                        return
+                    self._course.progress.waits_again()
+                place = await self._follow(place, loss, places)
 
     async def _try(self, place: Place, finish: Finish) -> Loss | None:
         """One attempt; None when it is complete."""

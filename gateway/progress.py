@@ -22,7 +22,7 @@ class Progress:
 
     A point that a request never passed lies at the one before it, so the time in between is 0. Calls come in the
     order of the methods; `outcome` is around them all. After `lost_worker` they go on from `granted` without
-    `first_token`, once it was called; each point lies where it was passed first.
+    `first_token`, once it was called; so they do after `waits_again`. Each point lies where it was passed first.
     """
 
     def __init__(self, clock: Clock, instruments: GatewayInstruments) -> None:
@@ -109,6 +109,10 @@ class Progress:
     def lost_worker(self, role: str) -> None:
         """A worker failed the request, which waits for others."""
         self._instruments.retries.labels(role).inc()
+        self.waits_again()
+
+    def waits_again(self) -> None:
+        """The request waits for workers once more."""
         self._stop_running()
         self._is_waiting = True
         self._instruments.num_requests_waiting.labels(self._queue_class).inc()

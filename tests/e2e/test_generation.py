@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from baton.core.generation import SamplingParams
 from baton.v1 import common_pb2, gateway_pb2
 
 if TYPE_CHECKING:
@@ -93,3 +94,24 @@ async def test_a_chat_answers_in_json(system: System, seed: int) -> None:
     answer = await complete(system, request)
     assert answer.finished.reason == common_pb2.FINISH_REASON_STOP
     jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+async def test_the_outputs_of_one_prompt_are_those_that_their_seeds_give_alone(system: System) -> None:
+    def request(n: int, seed: int) -> gateway_pb2.GenerateRequest:
+        return gateway_pb2.GenerateRequest(
+            text=TEXT,
+            n=n,
+            sampling=common_pb2.SamplingParams(temperature=0.9, seed=seed, frequency_penalty=0.3),
+            stop=common_pb2.StopConditions(max_tokens=MAX_TOKENS, strings=["."]),
+        )
+
+    answer = await complete(system, request(3, 77))
+    outputs = [answer, *answer.other_choices]
+    assert len({output.text for output in outputs}) == 3
+    for choice, output in enumerate(outputs):
+        alone = await complete(system, request(1, SamplingParams(seed=77).of_choice(choice).seed))
+        assert (list(output.token_ids), output.text) == (list(alone.token_ids), alone.text)
+        reason = answer.finished.reason if choice == 0 else output.reason
+        assert reason == alone.finished.reason
+    assert answer.finished.usage.prompt_tokens == alone.finished.usage.prompt_tokens
+    assert answer.finished.usage.completion_tokens == sum(len(output.token_ids) for output in outputs)

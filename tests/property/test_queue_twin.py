@@ -67,8 +67,9 @@ class TwinMachine(RuleBasedStateMachine):
         priority=st.sampled_from((-10, 0, 10)),
         max_wait_s=st.sampled_from((None, None, None, 0.0)),
         again=st.booleans(),
+        num_choices=st.integers(1, 3),
     )
-    def admit(self, queue_class, blocks, tenant, priority, max_wait_s, again) -> None:
+    def admit(self, queue_class, blocks, tenant, priority, max_wait_s, again, num_choices) -> None:
         name = str(self.count)
         self.count += 1
         wanted = ticket(
@@ -78,6 +79,7 @@ class TwinMachine(RuleBasedStateMachine):
             tenant=tenant,
             priority=priority,
             max_wait_s=max_wait_s,
+            num_choices=num_choices,
             request_id=f"r-{int(name) - 1}" if again else f"r-{name}",
         )
         limits, fields = CLASSES[queue_class], json.dumps(encode_ticket(wanted, "g1"))

@@ -29,6 +29,10 @@ class RoteGateway(gateway_pb2_grpc.GatewayServiceServicer):
                 yield gateway_pb2.GenerateResponse(scored_prompt=scored)
             async for event in self._events(prompt):
                 yield self._scored(event, request.logprobs)
+                for choice in range(1, request.n if event.HasField("delta") else 1):
+                    other = gateway_pb2.GenerateResponse(delta=event.delta)
+                    other.delta.text, other.delta.choice = event.delta.text.upper() * choice, choice
+                    yield other
         except ServingError as error:
             await context.abort(*to_status(error))
         except asyncio.CancelledError:

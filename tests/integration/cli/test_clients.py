@@ -98,6 +98,17 @@ async def test_generate_passes_every_other_flag_and_shows_log_probabilities(gate
     assert not request.structure.HasField("regex")
 
 
+async def test_generate_puts_each_of_several_answers_under_its_number(gateway):
+    code, out, err = await baton("generate", "hello", *["--n", "3", "--logprobs", "0"], "--address", gateway.address)
+    assert (code, out) == (0, "--- 1 ---\nhello\n--- 2 ---\nHELLO\n--- 3 ---\nHELLOHELLO\n")
+    assert [line.split(":")[0] for line in err.splitlines()] == [
+        "answer token 0",
+        "answer 2 token 0",
+        "answer 3 token 0",
+    ]
+    assert gateway.requests[0].n == 3
+
+
 def test_the_commands_have_a_flag_for_each_parameter_of_the_protos():
     """What a flag is not for: ids of the request, and input that is no text."""
     flags = {field.name for field in dataclasses.fields(RequestFlags)}

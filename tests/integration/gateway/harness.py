@@ -125,6 +125,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.requests: list[decode_pb2.DecodeRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.num_active = 0
+        self.ended_choices: set[tuple[str, int]] = set()
         self._prefill = prefill
 
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
@@ -146,6 +147,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             yield tokens(position, token_id)
             position += 1
         yield finished(self.script.reason)
+
+    async def EndChoice(self, request: decode_pb2.EndChoiceRequest, context: Any) -> decode_pb2.EndChoiceResponse:
+        self.ended_choices.add((request.attempt_id, request.choice))
+        return decode_pb2.EndChoiceResponse()
 
     def release(self, request: decode_pb2.DecodeRequest) -> None:
         self._prefill.released[request.kv.lease_id].set()

@@ -178,9 +178,9 @@ class Prefilling:
 
 
 def generate(
-    executor: TorchExecutor, pool: KVPool, num_blocks: int, prompts: dict[str, list[int]]
-) -> tuple[dict[str, list[int]], int]:
-    """Greedy tokens with so many of the pool's blocks, and how often somebody gave way."""
+    executor: TorchExecutor, pool: KVPool, num_blocks: int, prompts: dict[str, list[int]], num_choices: int = 1
+) -> tuple[dict[tuple[str, int], list[int]], int]:
+    """Tokens of each choice with so many of the pool's blocks, and how often somebody gave way."""
     layout = pool.layout
     copier = Prefilling(executor, prompts)
     firsts = {name: copier.first_token(name, [0, 1, 2]) for name in prompts}
@@ -203,9 +203,10 @@ def generate(
                 num_tokens=len(prompt),
                 lease_s=5.0,
             ),
-            first_token_ids=(firsts[name],),
+            first_token_ids=(firsts[name],) * num_choices,
+            num_choices=num_choices,
             source_block_size=layout.block_size,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0 if num_choices == 1 else 0.8, seed=3),
             stop=StopRule(max_tokens=30, stop_token_ids=frozenset()),
         )
         for name, prompt in prompts.items()
@@ -215,11 +216,11 @@ def generate(
     while not core.stats.is_idle:
         loop.turn([], list, batches.append)
     swapper.close()
-    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    tokens: dict[tuple[str, int], list[int]] = {(name, choice): [] for name in prompts for choice in range(num_choices)}
     for event in (event for batch in batches for event in batch.events):
         assert not isinstance(getattr(event, "error", None), ServingError)
         if isinstance(event, Token):
-            tokens[event.attempt_id].append(event.token_id)
+            tokens[event.attempt_id, event.choice].append(event.token_id)
     return tokens, core.stats.preemptions.num_swapped
 
 
@@ -242,4 +243,11 @@ def test_the_real_model_says_the_same_with_few_blocks_as_with_many(model_folder)
     starved, often = generate(executor, pool, 6, prompts)
     assert starved == plenty
     assert all(len(each) == 29 for each in plenty.values())
+    assert (never, often >= 1) == (0, True)
+    # With three outputs of each prompt, two of these fit: each has its prompt's one or two blocks and six of its own.
+    plenty, never = generate(executor, pool, 32, prompts, num_choices=3)
+    starved, often = generate(executor, pool, 11, prompts, num_choices=3)
+    assert starved == plenty
+    assert all(len(each) == 29 for each in plenty.values())
+    assert len({tuple(each) for each in plenty.values()}) == len(plenty)
     assert (never, often >= 1) == (0, True)

@@ -1,7 +1,7 @@
 """Real workers are killed under a real gateway: every stream is what it would have been, and nothing stays held.
 
 Two prefill workers, which can be read in every way, and three decode workers, one for each way that runs without a
-device. Six different requests run at a time, two on each decode worker.
+device. Seven different requests run at a time, two or three on each decode worker.
 """
 
 from __future__ import annotations
@@ -78,22 +78,29 @@ REQUESTS = [
         stop=common_pb2.StopConditions(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS - 1, token_ids=range(20, 84)),
         sampling=Sampling(temperature=1, seed=8, top_k=8),
     ),
+    request(7, n=2, sampling=Sampling(temperature=0.9, seed=21, top_k=8)),
 ]
 
 
 @dataclass
 class Stream:
-    """One client's stream as it grows."""
+    """One client's stream as it grows; of a second choice the ids and the text are apart."""
 
     call: Any
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    other_ids: list[int] = field(default_factory=list)
+    other_text: str = ""
     logprobs: list[float] = field(default_factory=list)
     finished: gateway_pb2.Finished | None = None
 
     async def read(self) -> None:
         """Reads to the end."""
         while (event := await self.call.read()) is not grpc.aio.EOF:
+            if event.delta.choice:
+                self.other_ids += event.delta.token_ids
+                self.other_text += event.delta.text
+                continue
             self.ids += event.delta.token_ids
             self.text += event.delta.text
             self.logprobs += [each.logprob for each in event.delta.logprobs]
@@ -103,6 +110,7 @@ class Stream:
     def assert_as(self, other: Stream) -> None:
         assert self.ids == other.ids
         assert self.text == other.text
+        assert (self.other_ids, self.other_text) == (other.other_ids, other.other_text)
         assert self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
         assert self.finished.reason == other.finished.reason
         assert self.finished.usage.prompt_tokens == other.finished.usage.prompt_tokens
