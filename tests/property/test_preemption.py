@@ -103,7 +103,7 @@ class Worker:
         is_idle = not (plan.slices or swaps or shed or taken or self.copies or self.swaps)
         if is_idle:
             # A parked sequence keeps its seat, so one that was never taken in may have to wait for its reader.
-            stuck = self.alive.keys() - self.parked - (self.scheduler._waiting.keys() if self.parked else set())
+            stuck = self.alive.keys() - self.parked - (self.scheduler._seats.waiting.keys() if self.parked else set())
             assert not stuck, f"nothing happens, and these want to go on: {stuck}"
         self.check_oldest(plan)
         for token in self.scheduler.commit(plan, [7] * len(plan.slices)):
@@ -115,7 +115,7 @@ class Worker:
 
     def check_oldest(self, plan) -> None:
         """The oldest sequence that has its blocks here goes on in every step, unless room for it is on its way."""
-        here = [self.alive[name] for name in self.scheduler._running]
+        here = [self.alive[name] for name in self.scheduler._seats.running]
         if here and not self.swaps and not self.copies:
             oldest = min(here, key=lambda each: each.order)
             for branch in oldest.branches:
@@ -143,7 +143,7 @@ class Worker:
     def end_choice(self, name: str, choice: int) -> None:
         if self.scheduler.end_choice(name, choice) is not None:
             self.end(name, "finished")
-        elif name in self.scheduler._condemned:  # all others had ended, and a swap runs
+        elif name in self.scheduler._seats.condemned:  # all others had ended, and a swap runs
             self.cancelled.add(name)
 
     def write(self, name: str, choice: int | None, table, position: int) -> None:
@@ -160,7 +160,8 @@ class Worker:
 
     def check_sharing(self) -> None:
         """Each block in use is in the table of one branch alone, or filled by the prompt of its sequence."""
-        here = (self.scheduler._copying, self.scheduler._running, self.scheduler._parked, self.scheduler._returning)
+        seats = self.scheduler._seats
+        here = (seats.copying, seats.running, seats.parked, seats.returning)
         used: list[int] = []
         for sequence in (each for attempts in here for each in attempts.values()):
             shared = sequence.branches[0].block_table[: sequence.num_shared]
@@ -170,7 +171,7 @@ class Worker:
             assert set(shared + own) == self.pool.owned_by(sequence.attempt_id)
             used += shared + own
         assert len(set(used)) == len(used)
-        assert len(used) + self.scheduler._num_soon_free() == self.pool.num_used
+        assert len(used) + self.scheduler._room._num_soon_free() == self.pool.num_used
 
 
 REQUESTS = st.builds(
