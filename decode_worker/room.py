@@ -165,10 +165,13 @@ class RoomMaker:
             self._clear_way(comer, swaps, shed, may_shed=is_alone)
             if self._num_missing(comer) > 0:
                 return
-            comer.move(self._seats.pool.allocate(comer.attempt_id, len(comer.slots)))
+            block_size, num_kept = self._seats.pool.block_size, len(comer.slots)
+            block_ids = self._seats.pool.allocate(comer.attempt_id, comer.blocks_for_step(block_size))
+            comer.move(block_ids[:num_kept])
             self._seats.returning[comer.attempt_id] = self._seats.away.pop(comer.attempt_id)
-            self._blocks_in += len(comer.slots)
+            self._blocks_in += num_kept
             swaps.append(_swap(comer, is_out=False))
+            comer.extend(block_ids[num_kept:], block_size)
         if (waiting := self._next_waiting()) is not None:
             self._clear_way(waiting, swaps, shed, may_shed=False)
 

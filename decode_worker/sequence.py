@@ -129,6 +129,12 @@ class DecodeSequence:
         for branch in self.branches:
             branch.block_table = shared + [next(own) for _ in branch.block_table[self.num_shared :]]
 
+    def extend(self, block_ids: Sequence[int], block_size: int) -> None:
+        """Gives the blocks, one each, to the branches that have too few for their next step."""
+        needy = [branch for branch in self.branches if len(branch.block_table) < branch.blocks_for_step(block_size)]
+        for branch, block_id in zip(needy, block_ids, strict=True):
+            branch.block_table.append(block_id)
+
     def _num_full(self, block_size: int) -> int:
         return (self.num_prompt_tokens + self.num_resumed) // block_size
 
