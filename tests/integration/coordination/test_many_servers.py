@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import socket
 import subprocess
@@ -56,12 +57,23 @@ class Node:
             return await client.execute_command(*words)
 
 
+def free_port() -> int:
+    """A port that nobody has, nor the one 10,000 above it, for a cluster's nodes among each other."""
+    while True:
+        port = random.randrange(11_000, 22_000)
+        try:
+            with socket.socket() as own, socket.socket() as between:
+                own.bind(("127.0.0.1", port))
+                between.bind(("127.0.0.1", port + 10_000))
+        except OSError:
+            continue
+        return port
+
+
 @asynccontextmanager
 async def node(folder: Path, *arguments: str) -> AsyncIterator[Node]:
     """A server on a free port, answering; `arguments` as on its command line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1] % 20_000 + 20_000  # the cluster's own port is 10,000 above it
+    port = free_port()
     folder.mkdir()
     command = [str(_find_binary()), *arguments, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
     command = bound_to_this_process(command, signal.SIGKILL)
