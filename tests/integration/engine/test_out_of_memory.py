@@ -67,7 +67,7 @@ class Engine:
             self.loop.turn(commands, list, batches.append)
             for event in (event for batch in batches for event in batch.events):
                 if isinstance(event, PromptDone):
-                    ends[event.attempt_id] = event.token_id
+                    ends[event.attempt_id] = event.first_tokens[0].token_id
                 elif isinstance(event, Failed):
                     ends[event.attempt_id] = event.error
             commands = []

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.core.generation import SamplingParams
+from baton.engine.attention import TorchAttention
 from baton.engine.batch import BatchPlan, ScoredIds, SequenceSlice
 from baton.engine.int8_weight import Int8Weight
 from baton.engine.kv_pool import KVPool
@@ -151,10 +152,8 @@ def two_layers(tmp_path_factory) -> Path:
 def executor(request, two_layers) -> TorchExecutor:
     layout = DecoderConfig.from_folder(two_layers).kv_layout(16, request.param)
     made = TorchExecutor.from_folder(two_layers, pool=KVPool(layout, 160))
-    made._decoder, made._race = (
-        None,
-        torch_race,
-    )  # the kernels' memory is not PyTorch's, so only PyTorch's steps can be measured
+    # The kernels' memory is not PyTorch's, so only PyTorch's steps can be measured.
+    made._decoder, made._race = None, torch_race
     made.warm_up()
     return made
 
@@ -182,8 +181,10 @@ def piece(name: str, num_tokens: int, start: int, first_block: int = 0) -> Seque
 
 
 def without_kernels(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor.model, "_kernels", None)
-    monkeypatch.setattr(executor.model, "_products", None)
+    model = executor.model
+    monkeypatch.setattr(model, "_kernels", None)
+    monkeypatch.setattr(model, "_products", None)
+    monkeypatch.setattr(model, "attention", TorchAttention(torch.float32))
 
 
 def assert_near(executor: TorchExecutor, shape: StepShape, *slices: SequenceSlice) -> None:
