@@ -51,6 +51,7 @@ async def generate(address: str, request: GenerateRequest, stdout: TextIO, stder
     """
     clean = printable if stdout.isatty() else str
     last = ""
+    heading = "--- 1 ---\n" if request.n > 1 else ""
     others: dict[int, list[str]] = {choice: [] for choice in range(1, request.n)}
     scores: list[str] = []
 
@@ -61,10 +62,12 @@ async def generate(address: str, request: GenerateRequest, stdout: TextIO, stder
         stdout.flush()
 
     def write(text: str, choice: int) -> None:
+        nonlocal heading
         if choice:
             others[choice].append(text)
-        else:
-            put(text)
+        else:  # a request that is refused has no heading
+            put(heading + text)
+            heading = ""
 
     def score(where: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
         scores.extend(_describe(where, token_id, each) for token_id, each in zip(token_ids, logprobs, strict=False))
@@ -73,10 +76,9 @@ async def generate(address: str, request: GenerateRequest, stdout: TextIO, stder
         if not last.endswith("\n"):
             put("\n")
 
-    if others:
-        put("--- 1 ---\n")
     async with connect(address) as client:
         await client.stream(request, write, score)
+    write("", 0)
     end_line()
     for choice, texts in others.items():
         put(f"--- {choice + 1} ---\n")

@@ -187,6 +187,7 @@ def test_control_characters_do_not_reach_a_terminal():
 )
 async def test_refusals_are_one_line_and_a_failure(gateway, prompt, message):
     assert await baton("generate", prompt, "--address", gateway.address) == (1, "", f"baton: {message}\n")
+    assert await baton("generate", prompt, "--n", "2", "--address", gateway.address) == (1, "", f"baton: {message}\n")
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["status"]])
