@@ -112,8 +112,10 @@ class Progress:
         self.waits_again()
 
     def waits_again(self) -> None:
-        """The request waits for workers once more."""
+        """The request waits for workers once more, or still: its grant may be lost before it is heard of."""
         self._stop_running()
+        if self._is_waiting:
+            return
         self._is_waiting = True
         self._instruments.num_requests_waiting.labels(self._queue_class).inc()
 

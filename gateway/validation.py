@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 10
+MAX_MESSAGES = 4096
 ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -217,6 +218,9 @@ def _chat_prompt(messages: Sequence[gateway_pb2.ChatMessage], model: ServedModel
     if not model.has_chat_template:
         description = f"model {model.name!r} has no chat template; send text or token_ids"
         raise InvalidArgumentError("messages", description, reason="NO_CHAT_TEMPLATE")
+    # Empty ones are without bound otherwise, and the template is Python's work for each.
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgumentError("messages", f"at most {MAX_MESSAGES}; there are {len(messages)}")
     _require_fitting_chars("messages", sum(len(message.content) for message in messages), model)
     for index, message in enumerate(messages):
         if message.role not in ROLES:

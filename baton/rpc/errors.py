@@ -39,7 +39,8 @@ DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # A transport drops trailers beyond 8 KiB and the whole status with them; a message may quote what a client sent.
-_MAX_MESSAGE_CHARS = 512
+# Bytes, because a character of four is twelve in the trailer `grpc-message`.
+_MAX_TEXT_BYTES = 512
 _TOO_LARGE = re.compile(r"(?:received|sent) message larger than max \((\d+) vs\. (\d+)\)", re.IGNORECASE)
 
 _CODES: dict[type[ServingError], grpc.StatusCode] = {
@@ -190,4 +191,7 @@ def _number(text: str) -> int | float:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= _MAX_TEXT_BYTES:
+        return text
+    return f"{encoded[: _MAX_TEXT_BYTES - 3].decode(errors='ignore')}..."

@@ -91,7 +91,10 @@ def _grammar(structure: Structure) -> str:
             raise _invalid(structure, f"is not JSON: {error}") from error
         if not isinstance(schema, dict):
             raise _invalid(structure, "must be a JSON object")
-        return LLMatcher.grammar_from_json_schema(structure.text, overrides=_JSON_SPACING)
+        try:
+            return LLMatcher.grammar_from_json_schema(structure.text, overrides=_JSON_SPACING)
+        except ValueError as error:  # nested deeper than the library reads
+            raise _invalid(structure, str(error)) from error
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(structure.text)
     if structure.text.lstrip().startswith("{"):  # the library would take it for its internal form

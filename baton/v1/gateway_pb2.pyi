@@ -90,7 +90,7 @@ class GenerateRequest(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Input as a conversation: the model's chat template is applied and opens the assistant's turn."""
+        """Input as a conversation: the model's chat template is applied and opens the assistant's turn. At most 4096."""
 
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
@@ -538,7 +538,7 @@ class TokenizeRequest(_message.Message):
     """Raw text."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """A conversation."""
+        """A conversation, of at most 4096 messages."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class GatewayServiceStub:
     """Text generation. Errors carry google.rpc details: BadRequest (field and limit), ErrorInfo (reason) and,
-    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, `authorization`, and
-    `x-baton-tenant` (1 to 64 characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
+    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, and `x-baton-tenant` (1 to 64
+    characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
     """
 
     def __init__(self, channel):
@@ -76,8 +76,8 @@ class GatewayServiceStub:
 
 class GatewayServiceServicer:
     """Text generation. Errors carry google.rpc details: BadRequest (field and limit), ErrorInfo (reason) and,
-    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, `authorization`, and
-    `x-baton-tenant` (1 to 64 characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
+    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, and `x-baton-tenant` (1 to 64
+    characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
     """
 
     def Generate(self, request, context):
@@ -181,8 +181,8 @@ def add_GatewayServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class GatewayService:
     """Text generation. Errors carry google.rpc details: BadRequest (field and limit), ErrorInfo (reason) and,
-    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, `authorization`, and
-    `x-baton-tenant` (1 to 64 characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
+    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, and `x-baton-tenant` (1 to 64
+    characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
     """
 
     @staticmethod

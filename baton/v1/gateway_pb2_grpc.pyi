@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class GatewayServiceStub:
     """Text generation. Errors carry google.rpc details: BadRequest (field and limit), ErrorInfo (reason) and,
-    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, `authorization`, and
-    `x-baton-tenant` (1 to 64 characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
+    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, and `x-baton-tenant` (1 to 64
+    characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
     """
 
     @_typing.overload
@@ -60,8 +60,8 @@ class GatewayServiceStub:
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
     """Text generation. Errors carry google.rpc details: BadRequest (field and limit), ErrorInfo (reason) and,
-    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, `authorization`, and
-    `x-baton-tenant` (1 to 64 characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
+    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, and `x-baton-tenant` (1 to 64
+    characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -88,8 +88,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation. Errors carry google.rpc details: BadRequest (field and limit), ErrorInfo (reason) and,
-    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, `authorization`, and
-    `x-baton-tenant` (1 to 64 characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
+    for RESOURCE_EXHAUSTED, RetryInfo. Metadata read: `traceparent`, `tracestate`, and `x-baton-tenant` (1 to 64
+    characters of [A-Za-z0-9._-], default `default`): tenants take turns in each queue.
     """
 
     @_abc_1.abstractmethod

@@ -145,3 +145,14 @@ def test_a_lost_worker_moves_no_point_that_was_passed(
     assert registry.get_sample_value("baton_generation_tokens_total") == 4
     assert registry.get_sample_value("baton_request_queue_time_seconds_count", {"queue_class": "chat"}) == 1
     assert registry.get_sample_value("baton_num_requests_running") == 0
+
+
+def test_a_grant_that_is_lost_before_it_is_heard_of_waits_once(progress: Progress, registry: CollectorRegistry) -> None:
+    labels = {"queue_class": "chat"}
+    with progress.outcome():
+        progress.admitted("chat", 7)
+        progress.lost_worker("unknown")
+        assert registry.get_sample_value("baton_num_requests_waiting", labels) == 1
+        progress.granted()
+        assert registry.get_sample_value("baton_num_requests_waiting", labels) == 0
+    assert registry.get_sample_value("baton_num_requests_running") == 0

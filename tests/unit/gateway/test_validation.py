@@ -55,6 +55,7 @@ def validate(request: Request, model: ServedModel = MODEL) -> Any:
         (Request(text="x", request_id="a\n"), "request_id", "1 to 128 characters"),
         (Request(messages=[User, gateway_pb2.ChatMessage(role="tool")]), "messages[1].role", "system, user, assistant"),
         (Request(messages=[gateway_pb2.ChatMessage(content="x")]), "messages[0].role", "it is empty"),
+        (Request(messages=[User] * 4097), "messages", "at most 4096; there are 4097"),
         (Request(text="x", sampling=Sampling(temperature=-0.1)), "sampling.temperature", "[0, 100]; it is -0.1"),
         (Request(text="x", sampling=Sampling(temperature=101)), "sampling.temperature", "[0, 100]; it is 101"),
         (Request(text="x", sampling=Sampling(temperature=math.nan)), "sampling.temperature", "it is nan"),

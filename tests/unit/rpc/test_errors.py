@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -109,9 +111,12 @@ def test_what_is_no_serving_error_says_nothing() -> None:
 
 
 def test_trailers_stay_small_whatever_a_client_sent() -> None:
-    for error in (NotFoundError("x" * 10**6), InvalidArgumentError("a" * 10**6, "b" * 10**6)):
-        assert sum(len(key) + len(value) for key, value in to_status(error).trailing_metadata) < 4096
-        assert from_call(sent(error)).message.startswith(error.message[:500])
+    for text in ("x" * 10**6, "\N{GRINNING FACE}" * 10**6):
+        for error in (NotFoundError(text), InvalidArgumentError(text, text)):
+            status = to_status(error)
+            assert len(quote(status.details)) < 2048  # as it travels in `grpc-message`
+            assert sum(len(key) + len(value) for key, value in status.trailing_metadata) < 4096
+            assert from_call(sent(error)).message.startswith(error.message[:120])
 
 
 def test_an_oversized_message_reads_well() -> None:

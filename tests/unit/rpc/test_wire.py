@@ -65,6 +65,15 @@ def test_bytes_that_are_cut_or_broken(data: bytes, field: str) -> None:
     assert error.reason == "MALFORMED_MESSAGE"
 
 
+@pytest.mark.parametrize("field", [b"\x48\x01", b"\x22\x00", b"\x22\x06\x0a\x04user"])
+def test_no_more_than_so_many_fields_are_looked_at(field: bytes) -> None:
+    assert explain(field * 4_000 + b"\xff").description == "is cut short"
+    error = explain(field * 2**19 + b"\xff")
+    assert error.field == "request"
+    assert error.reason == "MALFORMED_MESSAGE"
+    assert "behind its first 10000 fields" in error.description
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_get_an_answer(data: bytes) -> None:
     try:

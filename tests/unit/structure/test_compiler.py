@@ -120,6 +120,7 @@ def test_matchers_of_one_structure_do_not_share_their_state(compiler):
     [
         (JSON, "{", "is not JSON"),
         (JSON, "[" * 100_000, "is not JSON"),
+        (JSON, '{"items":' * 200 + "{}" + "}" * 200, "recursion limit exceeded"),
         (JSON, "[1]", "must be a JSON object"),
         (JSON, '{"type": "objekt"}', "Invalid type: objekt"),
         (JSON, '{"type": "string", "not": {"const": "x"}}', 'Unimplemented keys: ["not"]'),
