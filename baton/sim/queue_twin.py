@@ -294,5 +294,6 @@ class QueueTwin:
         self._turn = max(self._turn, queue.turn)
         queue.turn = self._turn + 1 / limits.weight
         interval = float(now_ms - max(queue.granted_at_ms, since_ms))
-        queue.interval_ms = interval if queue.interval_ms is None else 0.8 * queue.interval_ms + 0.2 * interval
+        mean = interval if queue.interval_ms is None else 0.8 * queue.interval_ms + 0.2 * interval
+        queue.interval_ms = float(f"{mean:.3f}")  # as the scripts keep it
         queue.granted_at_ms = now_ms
