@@ -114,10 +114,14 @@ class WorkerProcess:
         self.wait()
 
     def freeze(self, *, server: bool = True) -> None:
-        """Stalls the engine, and the server with it unless it is to go on."""
+        """Stalls the engine, and the server with it unless it is to go on. They stand still when this returns."""
         self._frozen = [self.engine_pid, *([self.pid] if server else [])]
         for pid in self._frozen:
             os.kill(pid, signal.SIGSTOP)
+        deadline_s = time.monotonic() + _START_S
+        while not all(_stands_still(pid) for pid in self._frozen):
+            assert time.monotonic() < deadline_s, "not stopped"
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Ends the stall."""
@@ -150,6 +154,15 @@ def stop_all(workers: Iterable[WorkerProcess]) -> None:
             worker.wait()
         except subprocess.TimeoutExpired:
             worker.kill()
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended, so they do not
+        return False
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
 class GatewayProcess:
