@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import contextmanager
 from hashlib import sha1
 from importlib import resources
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from baton.coordination.client import RedisConnection
     from baton.coordination.keys import Keys
+
+_log = logging.getLogger(__name__)
 
 _NAMES = (
     "heartbeat",
@@ -75,8 +78,10 @@ class Commands:
                 with no_lost_cancel():
                     reply = await self._run(name, len(self._keys), *self._keys, *args)
         except (RedisError, OSError, TimeoutError) as error:
-            self._is_available = False
             cause = type(error).__name__
+            if self._is_available:  # once: what follows has the same cause as a rule
+                _log.warning("Redis is away: %s: %s", cause, error)
+            self._is_available = False
             raise UnavailableError(f"Redis is away ({cause}); try again", reason="REDIS_UNAVAILABLE") from error
         self._is_available = True
         return reply

@@ -227,6 +227,9 @@ def _describe(cls: type[ComponentSettings], error: ValidationError, sources: Seq
             faults.append(f"{name}: no such setting ({origin}){hint}")
             continue
         what = re.sub(r"^(Input|Value error,) ?", "", fault["msg"]).strip()
+        if not path:  # of several settings, which it names itself
+            faults.append(what)
+            continue
         faults.append(f"{name}: {what}, got {_show(fault['input'])} ({origin})")
     return _one_line("; ".join(faults))
 
