@@ -200,11 +200,16 @@ def simulate(  # noqa: PLR0913 flags of the command
     rate: Annotated[float, typer.Option(min=0.001, help="Requests that come each second.")] = 2.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 2000,
     mix: Annotated[
-        list[str] | None, typer.Option(help="SHARE:PROMPT:OUTPUT tokens of a kind of request. May be repeated.")
+        list[str] | None,
+        typer.Option(help="SHARE:PROMPT:OUTPUT tokens of a kind of request, and :N for N outputs. May be repeated."),
     ] = None,
     tenants: Annotated[int, typer.Option(min=1, help="Tenants who send them.")] = 1,
     flood: Annotated[float, typer.Option(min=0.001, help="The first tenant sends so much more than another.")] = 1.0,
     kv_tokens: Annotated[int, typer.Option(min=16, help="Positions in a worker's KV pool.")] = 65_536,
+    swap_tokens: Annotated[int, typer.Option(min=0, help="Positions in a decode worker's swap space.")] = 8_192,
+    reserved_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="gateway.limits.reserved_output_share.")
+    ] = 1.0,
     sequences: Annotated[int, typer.Option(min=1, help="Most sequences of a worker.")] = 32,
     prefill_speed: Annotated[float, typer.Option(min=0.001, help="Prompt tokens a second of a worker.")] = 900.0,
     step_ms: Annotated[float, typer.Option(min=0.0, help="A decode step's time, without its sequences.")] = 18.0,
@@ -229,15 +234,26 @@ def simulate(  # noqa: PLR0913 flags of the command
         parts = [Part.parse(text) for text in mix or DEFAULT_MIX]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--mix") from None
-    longest = max(part.prompt_tokens[1] + part.output_tokens[1] for part in parts)
-    if longest > kv_tokens:
-        raise typer.BadParameter(f"a request of {longest} tokens of the mix does not fit", param_hint="--kv-tokens")
+    num_blocks = kv_tokens // BLOCK_SIZE
+    for part in parts:
+        if part.most_blocks(BLOCK_SIZE) > num_blocks:
+            longest = f"a prompt of {part.prompt_tokens[1]} tokens of the mix with its output does not fit"
+            raise typer.BadParameter(longest, param_hint="--kv-tokens")
+        if part.num_choices > sequences:
+            raise typer.BadParameter(f"{part.num_choices} outputs of the mix do not fit", param_hint="--sequences")
     if find_ratio and prefill + decode < 3:
         raise typer.BadParameter("needs three workers or more to divide", param_hint="--find-ratio")
-    size = WorkerSize(num_blocks=kv_tokens // BLOCK_SIZE, max_num_seqs=sequences)
+    size = WorkerSize(num_blocks=num_blocks, max_num_seqs=sequences, num_swap_blocks=swap_tokens // BLOCK_SIZE)
     costs = Costs(prefill_token_s=1 / prefill_speed, decode_step_s=step_ms / 1000, decode_seq_s=sequence_ms / 1000)
     scenario = Scenario(
-        fleet=Fleet(num_prefill=prefill, num_decode=decode, prefill=size, decode=size, costs=costs),
+        fleet=Fleet(
+            num_prefill=prefill,
+            num_decode=decode,
+            prefill=size,
+            decode=size,
+            costs=costs,
+            reserved_output_share=reserved_share,
+        ),
         load=Load(parts=parts, rate=rate, num_requests=requests, num_tenants=tenants, flood=flood, seed=seed),
         wanted_first_token_s=wanted_s,
     )

@@ -38,16 +38,21 @@ class Scenario:
     wanted_first_token_s: float
 
     def run(self, tally: Tally) -> None:
-        """Simulates once and counts what ends. A run that takes long writes lines to standard error."""
+        """Simulates once and counts what ends, into `tally`. A run that takes long writes lines to standard error."""
         simulation = Simulation(self.fleet, QueueSettings().queue_classes)
         next_line_s = monotonic() + _PROGRESS_EVERY_S
-        with _no_cycle_search():
-            for outcome in simulation.run(self.load.arrivals()):
-                tally.add(outcome)
-                if monotonic() >= next_line_s:
-                    next_line_s = monotonic() + _PROGRESS_EVERY_S
-                    done = f"{tally.num_ended:,} of {self.load.num_requests:,} requests"
-                    print(f"baton: {done}, {tally.lasted_s:,.0f} s of the virtual clock", file=sys.stderr, flush=True)
+        try:
+            with _no_cycle_search():
+                for outcome in simulation.run(self.load.arrivals()):
+                    tally.add(outcome)
+                    if monotonic() >= next_line_s:
+                        next_line_s = monotonic() + _PROGRESS_EVERY_S
+                        done = f"{tally.num_ended:,} of {self.load.num_requests:,} requests"
+                        print(
+                            f"baton: {done}, {tally.lasted_s:,.0f} s of the virtual clock", file=sys.stderr, flush=True
+                        )
+        finally:
+            tally.note_use(simulation.most_used_share)
 
     def tally(self) -> Tally:
         """An empty one."""
@@ -87,6 +92,10 @@ def simulate(scenario: Scenario, console: Console, *, find_ratio: bool) -> bool:
     )
     console.print(_table(report))
     console.print(f"goodput {report.goodput:.2f} requests/s (first token within {scenario.wanted_first_token_s:g} s)")
+    console.print(
+        f"KV blocks of a decode worker: at most {report.most_used_share:.0%} in use,"
+        f" {report.num_preempted} times a request was swapped out for want of them"
+    )
     if load.num_tenants > 1:
         console.print(f"fairness {report.fairness:.3f} (the least share of its fair part that a tenant got)")
     return is_whole
@@ -113,7 +122,8 @@ def _best(scenario: Scenario, console: Console) -> Scenario:
 
 
 def _table(report: Report) -> Table:
-    table = Table("class", "served", "full", "late", "timeout", "", "p50", "p95", "p99", box=None, pad_edge=False)
+    ends = ("full", "late", "timeout", "shed")
+    table = Table("class", "served", *ends, "", "p50", "p95", "p99", box=None, pad_edge=False)
     for name, group in report.classes.items():
         rows: list[tuple[str, Percentiles]] = [
             ("queue", group.queue),
@@ -121,8 +131,8 @@ def _table(report: Report) -> Table:
             ("per token", group.time_per_output_token),
             ("whole", group.whole),
         ]
-        ends = [str(group.ends.get(end, 0)) for end in ("tokens", "full", "late", "timeout")]
+        counts = [str(group.ends.get(end, 0)) for end in ("tokens", *ends)]
         for index, (what, times) in enumerate(rows):
             shown = [f"{value:.3f} s" for value in (times.p50_s, times.p95_s, times.p99_s)]
-            table.add_row(*([name, *ends] if index == 0 else [""] * 5), what, *shown)
+            table.add_row(*([name, *counts] if index == 0 else [""] * 6), what, *shown)
     return table

@@ -48,12 +48,16 @@ class Report:
 
     `goodput` counts requests a second whose first token came within the wanted time. `fairness` is the least share
     of its fair part that any tenant got: 1 means that nobody's tokens went to a tenant that asked for more.
+    `num_preempted` counts how often requests were swapped out for want of blocks; `most_used_share` is the largest part
+    of its blocks that a decode worker had in use.
     """
 
     classes: Mapping[str, ClassReport]
     lasted_s: float
     goodput: float
     fairness: float
+    num_preempted: int
+    most_used_share: float
 
 
 class Tally:
@@ -65,6 +69,8 @@ class Tally:
         self._wanted: Counter[str] = Counter()
         self._served: Counter[str] = Counter()
         self._num_good = 0
+        self._num_preempted = 0
+        self._most_used_share = 0.0
         self._lasted_s = 0.0
 
     @property
@@ -83,11 +89,16 @@ class Tally:
         self._lasted_s = max(self._lasted_s, outcome.ended_s)
         self._wanted[tenant] += 1
         self._served[tenant] += is_served
+        self._num_preempted += outcome.num_preempted
         first_token_s = outcome.first_token_s - outcome.arrival.at_s
         self._num_good += is_served and first_token_s <= self._wanted_first_token_s
         if outcome.queue_class not in self._classes:
             self._classes[outcome.queue_class] = _ClassTally()
         self._classes[outcome.queue_class].add(outcome)
+
+    def note_use(self, share: float) -> None:
+        """Takes note that a decode worker had such a part of its blocks in use."""
+        self._most_used_share = max(self._most_used_share, share)
 
     def report(self) -> Report:
         """The report on the outcomes so far."""
@@ -97,6 +108,8 @@ class Tally:
             lasted_s=self._lasted_s,
             goodput=self._num_good / self._lasted_s if self._lasted_s > 0 else 0.0,
             fairness=min((self._served[tenant] / share for tenant, share in fair.items() if share > 0), default=1.0),
+            num_preempted=self._num_preempted,
+            most_used_share=self._most_used_share,
         )
 
 
@@ -114,8 +127,9 @@ class _ClassTally:
         self._queue.append(outcome.granted_s - arrival.at_s)
         self._first_token.append(outcome.first_token_s - arrival.at_s)
         self._whole.append(outcome.ended_s - arrival.at_s)
-        if arrival.output_tokens > 1:
-            self._per_token.append((outcome.ended_s - outcome.first_token_s) / (arrival.output_tokens - 1))
+        longest = max(arrival.output_tokens)
+        if longest > 1:
+            self._per_token.append((outcome.ended_s - outcome.first_token_s) / (longest - 1))
 
     def report(self) -> ClassReport:
         return ClassReport(

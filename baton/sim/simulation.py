@@ -15,9 +15,10 @@ from baton.coordination.limits import QueueConfig
 from baton.coordination.policy import Policy
 from baton.core.model import ModelFingerprint
 from baton.core.workers import Ticket, WorkerRecord, WorkerRole, WorkerState
+from baton.sim.decode import SimDecode
 from baton.sim.load import Costs
 from baton.sim.queue_twin import Admitted, QueueTwin
-from baton.sim.workers import SimDecode, SimPrefill, WorkerSize
+from baton.sim.workers import SimPrefill, WorkerSize
 from gateway.routing import Router
 
 if TYPE_CHECKING:
@@ -32,18 +33,22 @@ _MODEL = ModelFingerprint(model="simulated", weights="w", tokenizer="t", dtype="
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The workers of a deployment."""
+    """The workers of a deployment, and the share of the longest output for which a request has blocks reserved."""
 
     num_prefill: int
     num_decode: int
     prefill: WorkerSize
     decode: WorkerSize
     costs: Costs = field(default_factory=Costs)
+    reserved_output_share: float = 1.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request's life; times in seconds of the virtual clock. `end` is `tokens` or why there are none."""
+    """One request's life; times in seconds of the virtual clock. `end` is `tokens` or why there are none, or no more.
+
+    `num_preempted`: how often it was swapped out for want of blocks.
+    """
 
     arrival: Arrival
     queue_class: str
@@ -51,6 +56,7 @@ class Outcome:
     granted_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
+    num_preempted: int = 0
     route: Route | None = None
 
 
@@ -62,15 +68,20 @@ class Simulation:
         self._twin = QueueTwin(classes.limits)
         self._reserve_after_s = reserve_after_s
         config = QueueConfig(gateway_id="simulated", classes=classes.limits, reserve_after_s=reserve_after_s)
-        self._policy = Policy(Router(_MODEL).choose_route, config)
+        router = Router(_MODEL, reserved_output_share=fleet.reserved_output_share)
+        self._policy = Policy(router.choose_route, config)
         self._prefills = {f"p{index:05}": SimPrefill(fleet.prefill, fleet.costs) for index in range(fleet.num_prefill)}
         self._decodes = {f"d{index:05}": SimDecode(fleet.decode, fleet.costs) for index in range(fleet.num_decode)}
         for name in self._prefills:
             self._twin.register(_record(name, WorkerRole.PREFILL, fleet.prefill))
         for name in self._decodes:
             self._twin.register(_record(name, WorkerRole.DECODE, fleet.decode))
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        # Time, class, number, what happens. Of one moment the ends of decode steps come first, worker by worker, so
+        # that their order does not depend on how many steps were taken at once.
+        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._numbers = count()
+        self._ranks = {name: rank for rank, name in enumerate(self._decodes)}
+        self._expected_ends: dict[str, float] = {}
         self._now_s = 0.0
         self._waiting: dict[str, Outcome] = {}
         self._running: dict[str, Outcome] = {}
@@ -79,7 +90,7 @@ class Simulation:
     def run(self, arrivals: Iterable[Arrival]) -> Iterator[Outcome]:
         """All requests as they end; none is kept. AssertionError when a block or a credit is left over.
 
-        `arrivals` are in the order of their times.
+        `arrivals` are in the order of their times. Each must fit on some worker.
         """
         for number, arrival in enumerate(arrivals):
             self._run_until(arrival.at_s)
@@ -97,15 +108,20 @@ class Simulation:
         assert all(view.granted_blocks == view.granted_seqs == 0 for view in self._twin.snapshot(0).views)
 
     @property
+    def most_used_share(self) -> float:
+        """The largest part of its blocks that a decode worker has had in use."""
+        return max(decode.most_used_blocks / decode.num_blocks for decode in self._decodes.values())
+
+    @property
     def _now_ms(self) -> int:
         return int(self._now_s * 1000)
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self._now_s + delay_s, next(self._numbers), act))
+        heapq.heappush(self._events, (self._now_s + delay_s, len(self._ranks), next(self._numbers), act))
 
     def _run_until(self, end_s: float) -> None:
         while self._events and self._events[0][0] <= end_s:
-            self._now_s, _, act = heapq.heappop(self._events)
+            self._now_s, _, _, act = heapq.heappop(self._events)
             act()
         if end_s != float("inf"):
             self._now_s = end_s
@@ -118,7 +134,8 @@ class Simulation:
             request_id=name,
             queue_class=queue_class.name,
             prompt_tokens=arrival.prompt_tokens,
-            max_tokens=arrival.output_tokens,
+            max_tokens=arrival.max_tokens,
+            num_choices=len(arrival.output_tokens),
             tenant=arrival.tenant,
             max_wait_s=queue_class.queue_timeout_s,
         )
@@ -181,19 +198,32 @@ class Simulation:
             outcome = self._running[name]
             outcome.first_token_s = self._now_s
             assert outcome.route is not None
-            if outcome.arrival.output_tokens == 1:
+            if max(outcome.arrival.output_tokens) == 1:
                 self._prefills[worker_id].release(name)
                 self._finish(name)
             else:
-                decode_id = outcome.route.decode_id
-                arrival = outcome.arrival
-                self._decodes[decode_id].add(name, arrival.prompt_tokens, arrival.output_tokens)
-                self._take_in(decode_id)
+                self._decodes[outcome.route.decode_id].add(name, outcome.arrival)
+                self._plan_decode(outcome.route.decode_id)
         self._step_prefill(worker_id)
 
-    def _take_in(self, worker_id: str) -> None:
-        for name, copy_s in self._decodes[worker_id].take_in():
+    def _plan_decode(self, worker_id: str) -> None:
+        """Lets a decode worker plan with what has come: at once when it is idle, else after the step that runs."""
+        decode = self._decodes[worker_id]
+        decode.catch_up(self._now_s)
+        begun = decode.begin(self._now_s)
+        for name, copy_s in begun.copies:
             self._after(copy_s, lambda name=name: self._end_copy(worker_id, name))  # type: ignore[misc]
+        for name, swap_s in begun.swaps:
+            self._after(swap_s, lambda name=name: self._end_swap(worker_id, name))  # type: ignore[misc]
+        for name in begun.preempted:
+            self._running[name].num_preempted += 1
+        end_s = decode.end_s
+        if end_s is not None and end_s != self._expected_ends.get(worker_id):
+            self._expected_ends[worker_id] = end_s
+            event = (end_s, self._ranks[worker_id], next(self._numbers), lambda: self._end_decode_steps(worker_id))
+            heapq.heappush(self._events, event)
+        for name in begun.shed:
+            self._finish(name, "shed")
 
     def _end_copy(self, worker_id: str, name: str) -> None:
         route = self._running[name].route
@@ -201,25 +231,25 @@ class Simulation:
         self._decodes[worker_id].end_copy(name)
         self._prefills[route.prefill_id].release(name)
         self._twin.release_prefill(name)
-        self._step_decode(worker_id)
+        self._plan_decode(worker_id)
         self._step_prefill(route.prefill_id)
         self._dispatch()
 
-    def _step_decode(self, worker_id: str) -> None:
-        duration_s = self._decodes[worker_id].begin_step()
-        if duration_s is not None:
-            self._after(duration_s, lambda: self._end_decode_step(worker_id))
+    def _end_swap(self, worker_id: str, name: str) -> None:
+        self._decodes[worker_id].end_swap(name)
+        self._plan_decode(worker_id)
 
-    def _end_decode_step(self, worker_id: str) -> None:
-        ended = self._decodes[worker_id].end_step()
-        for name in ended:
+    def _end_decode_steps(self, worker_id: str) -> None:
+        decode = self._decodes[worker_id]
+        if decode.end_s != self._now_s:
+            return  # something came before, and the steps were cut short
+        del self._expected_ends[worker_id]
+        for name in decode.end():
             self._finish(name)
-        if ended:
-            self._take_in(worker_id)
-        self._step_decode(worker_id)
+        self._plan_decode(worker_id)
 
-    def _finish(self, name: str) -> None:
-        self._end(self._running.pop(name), "tokens")
+    def _finish(self, name: str, end: str = "tokens") -> None:
+        self._end(self._running.pop(name), end)
         self._twin.end(name)
         self._dispatch()
 

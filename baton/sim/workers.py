@@ -1,14 +1,12 @@
-"""Workers of a simulation: the production schedulers over real block pools; a step takes what the cost model says."""
+"""Prefill workers of a simulation: the production scheduler over real block pools; a step takes what its costs say."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.core.generation import SamplingParams, StopRule
+from baton.core.generation import SamplingParams
 from baton.engine.block_pool import BlockPool
-from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequence import DecodeSequence
 from prefill_worker.scheduler import Prefill, PrefillLimits, PrefillScheduler
 
 if TYPE_CHECKING:
@@ -17,18 +15,18 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 _GREEDY = SamplingParams(temperature=0.0)
-_NEVER: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSize:
-    """Capacity of each worker of a role."""
+    """Capacity of each worker of a role. `num_swap_blocks` is for decode workers."""
 
     num_blocks: int
     block_size: int = BLOCK_SIZE
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     oldest_share: float = 0.25
+    num_swap_blocks: int = 0
 
 
 class SimPrefill:
@@ -110,63 +108,3 @@ class SimPrefill:
 
     def _commit(self, plan: BatchPlan) -> list[str]:
         return [prefill.attempt_id for _, prefill in self._scheduler.commit(plan)]
-
-
-class SimDecode:
-    """A decode worker. Between `begin_step` and `end_step` a step runs; copies go on beside it."""
-
-    def __init__(self, size: WorkerSize, costs: Costs) -> None:
-        self._pool = BlockPool(size.num_blocks, size.block_size)
-        self._costs = costs
-        self._scheduler = DecodeScheduler(self._pool, size.max_num_seqs)
-        self._plan: BatchPlan | None = None
-
-    def add(self, attempt_id: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Takes a sequence over whose first token is known."""
-        self._scheduler.add(
-            DecodeSequence(
-                attempt_id=attempt_id,
-                num_prompt_tokens=prompt_tokens,
-                sampling=_GREEDY,
-                stop=StopRule(max_tokens=output_tokens, stop_token_ids=_NEVER),
-            )
-        )
-
-    def take_in(self) -> list[tuple[str, float]]:
-        """Attempts whose caches are copied from now on, and for how many seconds."""
-        return [
-            (taken.attempt_id, self._costs.handover_s + self._costs.handover_token_s * taken.num_prompt_tokens)
-            for taken in self._scheduler.take_in()
-        ]
-
-    def end_copy(self, attempt_id: str) -> None:
-        """The cache is here: the sequence joins the next step."""
-        self._scheduler.end_copy(attempt_id, join=True)
-
-    def begin_step(self) -> float | None:
-        """How long the next step takes, in seconds; None when one runs or nothing does."""
-        if self._plan is not None:
-            return None
-        swaps, shed = self._scheduler.make_room()
-        assert not swaps, "credit covers whole answers, so nobody gives way"
-        assert not shed, "credit covers whole answers, so nobody gives way"
-        plan = self._scheduler.plan()
-        if not plan.slices:
-            return None
-        self._plan = plan
-        return self._costs.decode_step_s + self._costs.decode_seq_s * len(plan.slices)
-
-    def end_step(self) -> list[str]:
-        """The attempts that ended with this step; their blocks are free."""
-        assert self._plan is not None, "no step runs"
-        plan, self._plan = self._plan, None
-        new = self._scheduler.commit(plan, [0] * len(plan.slices))
-        ended = [token.attempt_id for token in new if token.finish_reason is not None]
-        for attempt_id in ended:
-            self._scheduler.remove(attempt_id)
-        return ended
-
-    def assert_idle(self) -> None:
-        """AssertionError unless no block is held."""
-        self._pool.check_integrity()
-        assert self._pool.num_used == 0, "blocks are held by nobody"

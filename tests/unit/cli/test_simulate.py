@@ -32,6 +32,15 @@ def test_it_prints_percentiles_goodput_and_fairness():
         assert word in result.output
 
 
+def test_it_tells_what_happens_where_fewer_blocks_are_reserved_than_answers_need():
+    flags = ["--requests", "40", "--rate", "50", "--mix", "1:20-40:100", "--kv-tokens", "1024", "--swap-tokens", "160"]
+    whole, part = run(*flags), run(*flags, "--reserved-share", "0.2")
+    assert "0 times a request was swapped out" in whole.output
+    assert " 0 times a request was swapped out" not in part.output
+    (heading, chat) = [line.split() for line in part.output.splitlines() if line.startswith(("class", "chat"))]
+    assert int(chat[heading.index("shed")]) > 0
+
+
 def test_it_finds_the_ratio_for_a_mix():
     result = run(
         "--find-ratio", "--prefill", "1", "--decode", "3", "--requests", "60", "--rate", "40", "--mix", "1:900:2"
@@ -71,6 +80,8 @@ def test_a_long_run_tells_how_far_it_is_and_ctrl_c_ends_it_with_what_it_has(monk
     [
         (["--mix", "1:2"], "SHARE:PROMPT:OUTPUT"),
         (["--mix", "1:90000:2"], "does not fit"),
+        (["--mix", "1:100:100:8", "--kv-tokens", "800"], "does not fit"),
+        (["--mix", "1:10:2:8", "--sequences", "7"], "--sequences"),
         (["--find-ratio"], "three workers"),
         (["--rate", "0"], "--rate"),
     ],
