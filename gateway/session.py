@@ -23,6 +23,7 @@ from baton.telemetry.tracing import (
     REQUEST_MAX_TOKENS,
     REQUEST_MODEL,
     RESPONSE_FINISH_REASONS,
+    RESPONSE_TIME_TO_FIRST_CHUNK,
     USAGE_CACHED_TOKENS,
     USAGE_INPUT_TOKENS,
     USAGE_OUTPUT_TOKENS,
@@ -247,8 +248,10 @@ class Session:
         span.set_attribute(USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         span.set_attribute(USAGE_CACHED_TOKENS, usage.cached_prompt_tokens)
         span.set_attribute(RESPONSE_FINISH_REASONS, [each.value if each else "unspecified" for each in reasons])
+        timings = self._progress.finished(reasons[0])
+        span.set_attribute(RESPONSE_TIME_TO_FIRST_CHUNK, timings.time_to_first_token_s)
         self._is_finished = True
-        await emit(Finished(reason=reasons[0], usage=usage, timings=self._progress.finished(reasons[0])))
+        await emit(Finished(reason=reasons[0], usage=usage, timings=timings))
 
     def _describe(self, ticket: Ticket) -> None:
         """Attributes of the server's span."""

@@ -176,11 +176,9 @@ def _prompt(request: gateway_pb2.GenerateRequest, model: ServedModel) -> Prompt:
         return _text_prompt(request.text, model)
     if given == "messages":
         return _chat_prompt(request.messages, model)
-    # The length first: it bounds the work of the check of each id.
-    prompt = TokenPrompt(tuple(request.token_ids.ids))
-    require_fitting_prompt(len(prompt.ids), prompt, model)
-    _known_ids("token_ids.ids", prompt.ids, model)
-    return prompt
+    # The length first: it bounds the work on each id.
+    require_fitting_prompt(len(request.token_ids.ids), TokenPrompt(()), model)
+    return TokenPrompt(_known_ids("token_ids.ids", request.token_ids.ids, model))
 
 
 def _structure(request: gateway_pb2.GenerateRequest) -> Structure | None:

@@ -197,6 +197,7 @@ class _PairSender(threading.Thread):
                     self._serve(call)
                 except TransferFailedError as error:
                     _log.warning("a handover over %s failed: %s", self._source.transport.value, error)
+                    self._source.forget_replies(call)  # its reader may be gone
                     self._disconnect()
         except Exception:
             _log.exception("the sender of a pair ended")

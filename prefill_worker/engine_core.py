@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from prefill_worker.messages import PrefillCommand, PrefillEvent
     from prefill_worker.scheduler import PrefillScheduler
 
-# How often a sleeping engine looks for leases that ran out. Leases live for seconds.
-_LEASE_TICK_S = 0.05
-
 
 class PrefillCore:
     """The books of a prefill engine (an `EngineCore`).
@@ -141,10 +138,8 @@ class PrefillCore:
 
     @property
     def idle_s(self) -> float | None:
-        """0 when a step can run; a tick while leases may run out; None: sleep until the next command."""
-        if self._scheduler.has_step:
-            return 0.0
-        return _LEASE_TICK_S if self._leases.num_active else None
+        """0 when a step can run; else until the next lease runs out; None: sleep until the next command."""
+        return 0.0 if self._scheduler.has_step else self._leases.next_expiry_s()
 
     @property
     def stats(self) -> EngineStats:

@@ -20,7 +20,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from baton.coordination.located import OwnerConnection, OwnerSSLConnection, SlotOwner
-from baton.core.config import redact
 from baton.core.errors import StartupError
 from baton.core.redis_url import RedisUrl
 
@@ -69,18 +68,18 @@ async def connect(settings: RedisSettings, keys: Keys) -> RedisConnection:
     try:
         connection = _clients(settings, keys)
     except (ValueError, RedisError) as error:
-        raise StartupError(f"redis.url: {redact(settings.url)} is not a Redis address: {error}") from error
+        raise StartupError(f"redis.url: {settings.redacted_url} is not a Redis address: {error}") from error
     try:
         async with asyncio.timeout(settings.socket_timeout_s):
             info = await connection.commands.info("server")
     except (RedisError, OSError, TimeoutError) as error:
         await connection.close()
         cause = str(error) or f"no answer in {settings.socket_timeout_s} s"
-        raise StartupError(f"redis.url: cannot use Redis at {redact(settings.url)}: {cause}") from error
+        raise StartupError(f"redis.url: cannot use Redis at {settings.redacted_url}: {cause}") from error
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_VERSION:
         await connection.close()
-        raise StartupError(f"redis.url: Redis at {redact(settings.url)} is {version}; 6.2 or newer is needed")
+        raise StartupError(f"redis.url: Redis at {settings.redacted_url} is {version}; 6.2 or newer is needed")
     return connection
 
 

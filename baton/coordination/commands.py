@@ -80,7 +80,7 @@ class Commands:
         except (RedisError, OSError, TimeoutError) as error:
             cause = type(error).__name__
             if self._is_available:  # once: what follows has the same cause as a rule
-                _log.warning("Redis is away: %s: %s", cause, error)
+                _log.warning("Redis is away: %s: %s", cause, error or f"no answer in {self._timeout_s:g} s")
             self._is_available = False
             raise UnavailableError(f"Redis is away ({cause}); try again", reason="REDIS_UNAVAILABLE") from error
         self._is_available = True

@@ -96,7 +96,8 @@ class SimPrefill:
 
     def release(self, attempt_id: str) -> None:
         """Frees an attempt's blocks."""
-        assert self._scheduler.release(attempt_id), f"{attempt_id} is not here"
+        was_here = self._scheduler.release(attempt_id)
+        assert was_here, f"{attempt_id} is not here"
 
     def assert_idle(self) -> None:
         """AssertionError unless no block is held."""

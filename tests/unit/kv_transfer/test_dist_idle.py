@@ -1,14 +1,16 @@
-"""A pair that has not spoken for long: the source gives its communicator up, and the reader does not call for it."""
+"""A pair that has not spoken for long, and a reader that falls silent: what the source gives up."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
 from baton.engine.kv_pool import KVPool
 from kv_transfer import dist_session, dist_source
-from tests.unit.kv_transfer.sources import LAYOUT, NUM_BLOCKS, gloo_source
+from kv_transfer.dist_session import DistSession
+from tests.unit.kv_transfer.sources import LAYOUT, NUM_BLOCKS, TIMEOUT_S, gloo_source
 
 
 def test_a_read_after_a_long_silence_makes_a_new_communicator(monkeypatch):
@@ -24,4 +26,18 @@ def test_a_read_after_a_long_silence_makes_a_new_communicator(monkeypatch):
         monkeypatch.setattr(dist_session, "READER_IDLE_S", 0.0)
         reader.read(descriptor, into, [5, 6])
         assert torch.equal(into.tensor[[5, 6]], source.pool.tensor[[3, 4]])
+        reader.close()
+
+
+def test_what_a_reader_does_not_fetch_is_removed_when_its_read_has_failed():
+    with gloo_source() as source:
+        reader = source.open_reader()
+        session = DistSession(reader._handle, reader._pool.secret, TIMEOUT_S)
+        call = session.call(source.grant(3, 4).lease_id, ((0, 2),))
+        while not session.has_answer(call, "go"):
+            time.sleep(0.01)
+        # The source waits for this side of the communicator, in vain.
+        while session.has_answer(call, "go"):
+            time.sleep(0.01)
+        session.end()
         reader.close()
