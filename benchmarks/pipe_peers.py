@@ -100,6 +100,8 @@ async def _prefill_rate(client: Client, num_tokens: int) -> float:
 async def _decode_rate(client: Client, num_seqs: int) -> float:
     """From the shortest step: a step is the time between two messages while all sequences run."""
     samples = await run_load(client, uniform(num_seqs, num_seqs, CONTEXT_TOKENS, NEW_TOKENS))
+    if error := next((each.error for each in samples if each.error), None):
+        raise RequestFailedError(error)
     all_run_s = max(sample.token_times_s[0] for sample in samples)
     gaps = [
         later - earlier
@@ -108,6 +110,6 @@ async def _decode_rate(client: Client, num_seqs: int) -> float:
         if earlier >= all_run_s and later - earlier > 0.001
     ]
     if not gaps:
-        raise RequestFailedError(next((each.error for each in samples if each.error), "no steps of the whole batch"))
+        raise RequestFailedError("no steps of the whole batch")
     # Messages of one step arrive one after another: the median says how long a step takes, the minimum less than that.
     return num_seqs / sorted(gaps)[len(gaps) // 2]

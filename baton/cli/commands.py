@@ -55,8 +55,14 @@ def up(  # noqa: PLR0913 flags of the command
     model: Annotated[
         Path | None, typer.Option(help=f"Model folder. Default: what the settings name, else {DEFAULT_MODEL}.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address that the gateway listens on.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gateway.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Where the gateway listens. Default: what its settings name, else 127.0.0.1."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of the gateway. Default: what its settings name, else 8470."),
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(help="A Redis to use instead of an embedded one.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings of all components.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least level of log lines shown.")] = LogLevel.WARNING,

@@ -181,7 +181,7 @@ class HandoverDone(_message.Message):
     COPY_S_FIELD_NUMBER: _builtins.int
     NUM_PARTS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """Name of the transport that carried it: `shm`."""
+    """Name of the transport that carried it, such as `shm`."""
     num_bytes: _builtins.int
     """Bytes that were copied."""
     wait_s: _builtins.float
