@@ -167,9 +167,13 @@ def _least_loaded(
     for work_or_memory, view in zip(loads, views, strict=True):
         if work_or_memory > least[0]:
             continue
-        record = view.record
-        load = (work_or_memory, view.granted_seqs / (record.max_num_seqs or 1))
-        if load > least or view.free_seqs < num_seqs or longest > record.max_context_tokens:
+        # Where requests wait most workers have no slot left, so that comes first.
+        record, granted_seqs = view.record, view.granted_seqs
+        max_num_seqs = record.max_num_seqs
+        if granted_seqs + num_seqs > max_num_seqs or longest > record.max_context_tokens:
+            continue
+        load = (work_or_memory, granted_seqs / max_num_seqs)
+        if load > least:
             continue
         if view.free_blocks >= blocks_of(record.block_size):
             if load < least:

@@ -30,21 +30,29 @@ def decode_record(raw: str) -> WorkerRecord:
     known = {name: fields[name] for name in WorkerRecord.__dataclass_fields__ if name in fields}
     known["role"] = WorkerRole(known["role"])
     known["state"] = WorkerState(known["state"])
-    known["fingerprint"] = ModelFingerprint(**known["fingerprint"])
+    known["fingerprint"] = _fingerprint(**known["fingerprint"])
     return WorkerRecord(**known)
+
+
+# Workers of one deployment share theirs, and routing looks into the same object once.
+@lru_cache(maxsize=64)
+def _fingerprint(**fields: str) -> ModelFingerprint:
+    return ModelFingerprint(**fields)
 
 
 def decode_views(rows: Sequence[Sequence[str | int]]) -> tuple[WorkerView, ...]:
     """The rows of `views()` in common.lua: record, age of the heartbeat in ms, blocks, sequences and tokens granted."""
     return tuple(
-        WorkerView(
-            record=decode_record(str(raw)),
-            granted_blocks=int(blocks),
-            granted_seqs=int(seqs),
-            heartbeat_age_s=int(age_ms) / 1000,
-            granted_tokens=int(tokens),
-        )
-        for raw, age_ms, blocks, seqs, tokens in rows
+        [  # a generator would take longer than what it makes
+            WorkerView(
+                record=decode_record(str(raw)),
+                granted_blocks=int(blocks),
+                granted_seqs=int(seqs),
+                heartbeat_age_s=int(age_ms) / 1000,
+                granted_tokens=int(tokens),
+            )
+            for raw, age_ms, blocks, seqs, tokens in rows
+        ]
     )
 
 

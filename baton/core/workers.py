@@ -54,7 +54,8 @@ class WorkerRecord:
     num_used_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: one is made for every worker with every admission, and a frozen one takes three times as long to make.
+@dataclass(slots=True, kw_only=True)
 class WorkerView:
     """One worker with the credit that grants have taken of it, as seen in one moment.
 

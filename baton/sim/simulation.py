@@ -24,6 +24,7 @@ from gateway.routing import Router
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from baton.coordination.wire import Snapshot
     from baton.core.workers import Route
     from baton.sim.load import Arrival
     from gateway.classes import QueueClasses
@@ -82,6 +83,8 @@ class Simulation:
         self._numbers = count()
         self._ranks = {name: rank for rank, name in enumerate(self._decodes)}
         self._expected_ends: dict[str, float] = {}
+        # Nobody was granted in the last round of the dispatcher, and nothing has come back or left the queue since.
+        self._is_settled = False
         self._now_s = 0.0
         self._waiting: dict[str, Outcome] = {}
         self._running: dict[str, Outcome] = {}
@@ -145,7 +148,10 @@ class Simulation:
             return
         self._waiting[name] = outcome
         self._after(queue_class.queue_timeout_s, lambda: self._time_out(name))
-        self._dispatch()
+        if answer.position == 0 or not self._is_settled:
+            self._dispatch()
+        else:  # the heads and the workers are those of the last round, and so would be its end
+            self._reserve(self._twin.snapshot(self._now_ms))
 
     def _time_out(self, name: str) -> None:
         outcome = self._waiting.pop(name, None)
@@ -156,14 +162,13 @@ class Simulation:
 
     def _dispatch(self) -> None:
         """A dispatcher's round."""
+        self._is_settled = False
         while self._twin.num_waiting:
             snapshot = self._twin.snapshot(self._now_ms)
             choice = self._policy.choose(snapshot, {})
             if choice is None:
-                kept = self._policy.reserve(snapshot)
-                if kept is not None:
-                    least_ms = round(self._reserve_after_s * 1000)
-                    self._twin.reserve(kept[0].ticket.attempt_id, kept[1], least_ms, self._now_ms)
+                self._is_settled = True
+                self._reserve(snapshot)
                 return
             head, route = choice
             name = head.ticket.attempt_id
@@ -174,6 +179,14 @@ class Simulation:
                 self._step_prefill(route.prefill_id)
             else:  # it expired in this very moment: its time-out comes next
                 return
+
+    def _reserve(self, snapshot: Snapshot) -> None:
+        choice = self._policy.reserve(snapshot)
+        if choice is not None:
+            head, route = choice
+            least_ms = round(self._reserve_after_s * 1000)
+            self._twin.reserve(head.ticket.attempt_id, route, least_ms, self._now_ms)
+            self._is_settled = False
 
     def _step_prefill(self, worker_id: str) -> None:
         prefill = self._prefills[worker_id]
