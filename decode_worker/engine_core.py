@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.core.errors import CancelledError, InternalError, InvalidArgumentError, ResourceExhaustedError, ServingError
 from baton.core.generation import FinishReason
-from baton.engine.token_rules import TokenRules, take_token
+from baton.engine.token_rules import RuleBook, take_token
 from baton.worker.engine_loop import EngineStats
 from baton.worker.messages import Cancel, Failed
 from decode_worker.handover import Handover
@@ -130,7 +130,7 @@ class DecodeCore:
         self._copy_blocks = rooms.copy_blocks
         self._copier = copier
         self._clock = clock
-        self._structures = structures
+        self._rule_book = RuleBook(structures)
         self._scheduler = DecodeScheduler(rooms.pool, max_num_seqs, rooms.swap)
         self._handovers: dict[str, Handover] = {}
         self._joined_s: dict[str, float] = {}
@@ -277,20 +277,6 @@ class DecodeCore:
             )
         )
 
-    def _rules(self, command: Accept) -> TokenRules | None:
-        """The state in which the prefill worker chose an output's first token, made anew from the tokens before."""
-        matcher = None
-        if command.structure is not None:
-            assert self._structures is not None, "the service takes no structures"
-            matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
-        return TokenRules.start(
-            command.sampling,
-            command.stop,
-            prompt_ids=command.prompt_ids,
-            output_ids=command.output_ids,
-            matcher=matcher,
-        )
-
     def _cancel(self, attempt_id: str) -> None:
         if self._scheduler.remove(attempt_id) is not None:
             self._end(Failed(attempt_id=attempt_id, error=_cancelled()))
@@ -338,7 +324,8 @@ class DecodeCore:
         """Gives each branch its first token; returns the choices that end with theirs, which are not all of them."""
         command, ended = handover.accept, []
         for branch, token_id in zip(sequence.branches, handover.first_token_ids, strict=True):
-            branch.rules = self._rules(command)
+            # The state in which the prefill worker chose the first token, made anew.
+            branch.rules = self._rule_book.start(command, command.prompt_ids, command.output_ids)
             branch.last_token_id = token_id
             if take_token(branch.rules, command.stop, token_id, sequence.num_generated(branch)) is not None:
                 ended.append(branch.choice)

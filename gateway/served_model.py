@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import NotFoundError, StartupError
 from baton.core.fingerprint import tokenizer_fingerprint, weights_fingerprint
+from baton.core.json_file import read_json_object
 from baton.core.model import ModelFingerprint
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ServedModel:
 def load_served_model(settings: ModelSettings, tokenizer: Tokenizer, *, default_max_tokens: int) -> ServedModel:
     """Reads the model folder's facts. Blocks on file reads; StartupError, one line, when they can't be used."""
     folder = settings.path
-    config = _read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     # Models of text and more keep the decoder's facts one level deeper.
     text_config: dict[str, Any] = config.get("text_config") or config
     own_context = _positive(text_config, "max_position_embeddings", folder)
@@ -74,7 +74,7 @@ def load_served_model(settings: ModelSettings, tokenizer: Tokenizer, *, default_
 def _eos_token_ids(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
     """The generation configuration's ids, else the model's, else the tokenizer's: transformers' order."""
     generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json_object(generation_file) if generation_file.is_file() else {}
     for value in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_token_id):
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
@@ -86,15 +86,3 @@ def _positive(config: dict[str, Any], key: str, folder: Path) -> int:
     if not isinstance(value, int) or value < 1:
         raise StartupError(f"{folder / 'config.json'}: {key} must be a positive whole number, it is {value!r}")
     return value
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartupError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise StartupError(f"{file}: is not valid JSON") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"{file}: is not a JSON object")
-    return content

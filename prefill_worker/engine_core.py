@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from baton.core.errors import CancelledError, ServingError
-from baton.engine.token_rules import TokenRules, take_token
+from baton.engine.token_rules import RuleBook, take_token
 from baton.worker.engine_loop import EngineStats
 from baton.worker.messages import Cancel, Failed
 from kv_transfer.errors import LeaseNotFoundError
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from baton.core.clock import Clock
     from baton.engine.batch import BatchPlan, StepOutput
+    from baton.engine.token_rules import TokenRules
     from baton.structure.compiler import StructureCompiler
     from kv_transfer.lease import EndedLease, Lease, LeaseTable
     from prefill_worker.messages import PrefillCommand, PrefillEvent
@@ -58,7 +59,7 @@ class PrefillCore:
         self._scheduler = scheduler
         self._leases = leases
         self._clock = clock
-        self._structures = structures
+        self._rule_book = RuleBook(structures)
         # Leases that their readers gave up before the prompts were done.
         self._given_up: dict[str, EndedLease] = {}
         self._attempts: dict[str, Submit] = {}
@@ -198,16 +199,9 @@ class PrefillCore:
 
     def _rules(self, command: Submit) -> TokenRules | None:
         """By what an output's first token is chosen."""
-        matcher = None
-        if command.structure is not None:
-            assert self._structures is not None, "the service takes no structures"
-            matcher = self._structures.start(command.structure, command.stop.stop_token_ids)
-        return TokenRules.start(
-            command.sampling,
-            command.stop,
-            prompt_ids=command.token_ids[: command.num_prompt_tokens],
-            output_ids=command.token_ids[command.num_prompt_tokens :],
-            matcher=matcher,
+        num_prompt_tokens = command.num_prompt_tokens
+        return self._rule_book.start(
+            command, command.token_ids[:num_prompt_tokens], command.token_ids[num_prompt_tokens:]
         )
 
     def _take_first(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import StartupError
+from baton.core.json_file import read_json_object, read_text
 
 _DIGEST_CHARS = 32
 _FORM = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARS}}}")
@@ -76,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise StartupError(f"{index}: has no weight_map")
         files = sorted(folder / Path(str(name)).name for name in set(weight_map.values()))
@@ -122,7 +123,7 @@ def weights_fingerprint(folder: Path) -> str:
     """
     refuse_gguf(folder)
     digest = hashlib.sha256(b"baton weights 1\n")
-    config = _read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     _add_json(digest, {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS})
     tensors = stored_tensors(weight_files(folder))
     descriptors: dict[Path, int] = {}
@@ -147,12 +148,12 @@ def tokenizer_fingerprint(folder: Path) -> str:
     can't be read.
     """
     digest = hashlib.sha256(b"baton tokenizer 1\n")
-    _add_json(digest, _read_json(folder / "tokenizer.json"))
+    _add_json(digest, read_json_object(folder / "tokenizer.json"))
     config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    config = _read_json(config_file) if config_file.is_file() else {}
+    config = read_json_object(config_file) if config_file.is_file() else {}
     template: Any = config.pop("chat_template", None)
     if template_file.is_file():  # wins over the one in the configuration, as in transformers
-        template = _read_text(template_file)
+        template = read_text(template_file)
     _add_json(digest, {key: value for key, value in config.items() if key not in _VOLATILE_TOKENIZER_KEYS})
     _add_json(digest, template)
     return digest.hexdigest()[:_DIGEST_CHARS]
@@ -222,22 +223,3 @@ def _require_whole(file: Path, tensors: dict[str, StoredTensor], start: int) -> 
 def _add_json(digest: hashlib._Hash, value: object) -> None:
     """Adds `value` in one canonical form, ended so that neighbours can't flow into each other."""
     digest.update(json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read_text(file))
-    except ValueError as error:
-        raise StartupError(f"{file}: is not valid JSON") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{file}: is not a JSON object")
-    return value
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise StartupError(f"{file}: is not UTF-8 text") from error
-    except OSError as error:
-        raise StartupError(f"{file}: {error.strerror}") from error

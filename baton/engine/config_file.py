@@ -6,13 +6,13 @@ families' defaults are those of transformers, which writes these files.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.core.errors import StartupError
 from baton.core.fingerprint import refuse_gguf
+from baton.core.json_file import read_json_object
 from baton.engine.checkpoint import stored_method
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def read_config(path: Path) -> ConfigFile:
 
     Raises StartupError naming the feature or fault that stops the engine and shows without computing anything.
     """
-    raw = _read_json(path)
+    refuse_gguf(path)
+    raw = read_json_object(path if path.is_file() else path / "config.json")
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise StartupError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
@@ -104,20 +105,6 @@ def read_config(path: Path) -> ConfigFile:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise StartupError(f"{path}: config.json: {name}: {first['msg']}; it is {first['input']!r}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path if path.is_file() else path / "config.json"
-    refuse_gguf(path)
-    try:
-        raw = json.loads(file.read_bytes())
-    except OSError as error:
-        raise StartupError(f"model.path: cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise StartupError(f"{file}: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise StartupError(f"{file}: not a JSON object")
-    return raw
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from baton.core.errors import OutOfRangeError
 from baton.core.generation import FinishReason
@@ -10,8 +10,48 @@ from baton.core.generation import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from baton.core.generation import SamplingParams, StopRule
+    from baton.core.generation import SamplingParams, StopRule, Structure
+    from baton.structure.compiler import StructureCompiler
     from baton.structure.matcher import StructureMatcher
+
+
+class Wishes(Protocol):
+    """What a request says of how its tokens are chosen and when they end."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn."""
+        ...
+
+    @property
+    def stop(self) -> StopRule:
+        """When an output ends."""
+        ...
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form of each output."""
+        ...
+
+
+class RuleBook:
+    """Begins the rules of sequences. `structures` is None where no structure is taken: the service refuses them."""
+
+    def __init__(self, structures: StructureCompiler | None) -> None:
+        self._structures = structures
+
+    def start(self, wishes: Wishes, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> TokenRules | None:
+        """The rules of one output after these tokens; None where nothing asks for any. Raises as `TokenRules.start`.
+
+        The same on each worker and at any point of the output. InvalidArgumentError for a structure that is none.
+        """
+        matcher = None
+        if wishes.structure is not None:
+            assert self._structures is not None, "the service takes no structures"
+            matcher = self._structures.start(wishes.structure, wishes.stop.stop_token_ids)
+        return TokenRules.start(
+            wishes.sampling, wishes.stop, prompt_ids=prompt_ids, output_ids=output_ids, matcher=matcher
+        )
 
 
 class TokenRules:
