@@ -240,7 +240,7 @@ class Structure(_message.Message):
     """The form that the output's text must have; exactly one field is set. A token is chosen only if the output can still
     get this form after it, and one that ends the generation only where it has it. The generation ends, with the reason
     `stop`, where nothing can follow. It ends incomplete when `max_tokens` are produced, or at a stop string. At most
-    65536 characters.
+    65536 characters, and 8000 symbols as a grammar: room for 900 optional properties, or 1500 required ones.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -126,6 +126,11 @@ def test_matchers_of_one_structure_do_not_share_their_state(compiler):
         (JSON, '{"type": "string", "not": {"const": "x"}}', 'Unimplemented keys: ["not"]'),
         (JSON, '{"allOf": [{"type": "integer"}, {"type": "string"}]}', "Unsatisfiable schema"),
         (JSON, '{"$ref": "https://example.org/schema"}', "does not fetch"),
+        (
+            JSON,
+            json.dumps({"properties": {f"p{i}": {} for i in range(4_000)}}),
+            "too big (limit for this grammar: 8000)",
+        ),
         (REGEX, "[a-", "unclosed character class"),
         (REGEX, "(?=a)b", "look-ahead"),
         (REGEX, "", "allows no output"),
@@ -142,6 +147,16 @@ def test_what_cannot_be_followed_is_refused_with_its_field(compiler, kind, text,
     assert words in caught.value.description
     assert "\n" not in caught.value.description
     assert len(caught.value.description) <= 300
+
+
+def test_a_schema_that_is_let_in_can_be_followed_however_many_optional_properties_it_has(compiler, tokenizer):
+    properties = {f"p{number}": {"type": "null"} for number in range(900)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    matcher = compiler.start(Structure(JSON, json.dumps(schema)), {EOS})
+    for token_id in tokenizer.encode('{"p7": null, "p899": null}').ids:
+        assert token_id in allowed(matcher)
+        matcher.append(token_id)
+    assert matcher.is_complete
 
 
 def test_a_tokenizer_that_the_library_cannot_use_has_no_compiler(tmp_path, model_folder):
