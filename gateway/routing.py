@@ -50,7 +50,7 @@ class Router:
         prefill_blocks = cache(partial(blocks_for, ticket.prompt_tokens))
         decode_blocks = cache(partial(blocks_of_choices, ticket.prompt_tokens, num_output, ticket.num_choices))
         best: tuple[_Rank, WorkerView, WorkerView] | None = None
-        for prefills, decodes in self._sides(views, ticket.avoids):
+        for prefills, decodes in self.sides(views, ticket.avoids):
             least = _best_pair(
                 ticket,
                 _least_loaded(prefills, _work(prefills, ticket), ticket, 1, prefill_blocks),
@@ -71,11 +71,11 @@ class Router:
 
     def has_pair(self, views: Sequence[WorkerView]) -> bool:
         """Whether any two workers can serve together, credit aside."""
-        return any(decodes for _, decodes in self._sides(views))
+        return any(decodes for _, decodes in self.sides(views))
 
     def most_choices(self, views: Sequence[WorkerView]) -> int:
         """The most outputs of one prompt that some decode worker could generate at a time."""
-        return max((d.record.max_num_seqs for _, decodes in self._sides(views) for d in decodes), default=0)
+        return max((d.record.max_num_seqs for _, decodes in self.sides(views) for d in decodes), default=0)
 
     def most_output_tokens(self, prompt_tokens: int, views: Sequence[WorkerView], *, num_choices: int = 1) -> int:
         """The most tokens of each output that some pair could generate after such a prompt if it were idle.
@@ -83,7 +83,7 @@ class Router:
         0 when none takes it. A request that asks for more would wait for ever, and all of its class behind it.
         """
         rooms = [0]
-        for prefills, decodes in self._sides(views):
+        for prefills, decodes in self.sides(views):
             contexts = [view.record.max_context_tokens for view in prefills if _holds(view.record, prompt_tokens)]
             capacities = [
                 min(view.record.max_context_tokens, _capacity(view.record, prompt_tokens, num_choices))
@@ -99,9 +99,9 @@ class Router:
         theirs, ours = record.fingerprint, self._fingerprint
         return (theirs.model, theirs.weights, theirs.tokenizer) == (ours.model, ours.weights, ours.tokenizer)
 
-    def _sides(
-        self, views: Iterable[WorkerView], avoids: Collection[str] = ()
-    ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
+    def sides(
+        self, views: Sequence[WorkerView], avoids: Collection[str] = ()
+    ) -> Iterator[tuple[Sequence[WorkerView], Sequence[WorkerView]]]:
         """Prefill workers that compute alike, and the decode workers that can take over from any of them.
 
         Hosts and block sizes may differ: some transport joins any two, and the reader lays the blocks out anew.

@@ -22,10 +22,10 @@ from baton.sim.workers import SimPrefill, WorkerSize
 from gateway.routing import Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from baton.coordination.wire import Snapshot
-    from baton.core.workers import Route
+    from baton.core.workers import Route, WorkerView
     from baton.sim.load import Arrival
     from gateway.classes import QueueClasses
 
@@ -69,7 +69,7 @@ class Simulation:
         self._twin = QueueTwin(classes.limits)
         self._reserve_after_s = reserve_after_s
         config = QueueConfig(gateway_id="simulated", classes=classes.limits, reserve_after_s=reserve_after_s)
-        router = Router(_MODEL, reserved_output_share=fleet.reserved_output_share)
+        router = FleetRouter(fleet)
         self._policy = Policy(router.choose_route, config)
         self._prefills = {f"p{index:05}": SimPrefill(fleet.prefill, fleet.costs) for index in range(fleet.num_prefill)}
         self._decodes = {f"d{index:05}": SimDecode(fleet.decode, fleet.costs) for index in range(fleet.num_decode)}
@@ -269,6 +269,24 @@ class Simulation:
     def _end(self, outcome: Outcome, end: str) -> None:
         outcome.end, outcome.ended_s = end, self._now_s
         self._ended.append(outcome)
+
+
+class FleetRouter(Router):
+    """Routes among a fleet's workers as `Router` does, knowing that all are ready and can serve with each other.
+
+    Workers are told in the order of their names, in which those that decode come first.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(_MODEL, reserved_output_share=fleet.reserved_output_share)
+        self._num_decode = fleet.num_decode
+
+    def sides(
+        self, views: Sequence[WorkerView], avoids: Collection[str] = ()
+    ) -> Iterator[tuple[Sequence[WorkerView], Sequence[WorkerView]]]:
+        """Those that prefill, and those that decode."""
+        assert not avoids, "nobody is lost"
+        yield views[self._num_decode :], views[: self._num_decode]
 
 
 def _record(worker_id: str, role: WorkerRole, size: WorkerSize) -> WorkerRecord:

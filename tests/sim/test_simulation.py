@@ -15,10 +15,11 @@ from baton.coordination.limits import ClassLimits
 from baton.sim.decode import SimDecode
 from baton.sim.load import Arrival, Costs, Load, Part
 from baton.sim.report import Percentiles, Report, Tally, best_split, max_min_shares
-from baton.sim.simulation import Fleet, Outcome, Simulation
+from baton.sim.simulation import Fleet, FleetRouter, Outcome, Simulation
 from baton.sim.workers import WorkerSize
 from decode_worker.scheduler import DecodeScheduler
 from gateway.classes import QueueClass, QueueClasses
+from gateway.routing import Router
 from gateway.settings import QueueSettings
 
 COSTS = Costs(
@@ -115,6 +116,17 @@ def crowd(seed: int) -> tuple[Fleet, list[Arrival]]:
         reserved_output_share=draw.choice((1.0, 0.5, 0.05, 0.01)),
     )
     return divided, sorted(arrivals, key=lambda each: each.at_s)
+
+
+def test_a_fleets_router_decides_as_the_production_router(monkeypatch):
+    load = Load(parts=[Part.parse("0.8:40-400:20"), Part.parse("0.2:40-100:20:3")], rate=60, num_requests=300)
+    crowd = fleet(3, 4, num_blocks=120, max_num_seqs=6)
+    routes = []
+    for sides in (FleetRouter.sides, Router.sides):
+        monkeypatch.setattr(FleetRouter, "sides", sides)
+        routes.append([outcome.route for outcome in run(Simulation(crowd, classes()), load.arrivals())])
+    assert routes[0] == routes[1]
+    assert len(set(routes[0])) >= 12
 
 
 @pytest.mark.parametrize("seed", range(40))
