@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.coordination.client import connect
 from baton.coordination.keys import Keys
@@ -38,6 +38,8 @@ from gateway.tokenization import Tokenizer, TokenizerPool
 from gateway.worker_calls import LOOKAHEAD_BYTES, WorkerCalls
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from gateway.served_model import ServedModel
 
 _log = logging.getLogger("gateway")
@@ -75,16 +77,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         stack.callback(pool.close)
         router = Router(model.fingerprint, reserved_output_share=settings.limits.reserved_output_share)
         classes = settings.queue.queue_classes
-        queue = AdmissionQueue(
-            connection,
-            keys,
-            router.choose_route,
-            QueueConfig(
-                gateway_id=incarnation,
-                classes=classes.limits,
-                reserve_after_s=settings.queue.reserve_after_s,
-            ),
+        config = QueueConfig(
+            gateway_id=incarnation, classes=classes.limits, reserve_after_s=settings.queue.reserve_after_s
         )
+        queue = AdmissionQueue(connection, keys, router.choose_route, config)
         services = SessionServices(
             model=model,
             tokenizer=pool,
@@ -113,22 +109,23 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         stack.push_async_callback(server.drain)
         # Before anything runs: a port that is taken is the end.
         await server.start()
+        _log.info("listening", extra={"address": server.address, "model": model.name})
         fleet = Fleet(queue, router, channels, server)
-        async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(queue.run()),
-                tasks.create_task(
-                    fleet.follow(interval_s=_FLEET_INTERVAL_S, call_grace_s=settings.limits.request_timeout_s)
-                ),
-            ]
-            try:
-                _log.info("listening", extra={"address": server.address, "model": model.name})
-                await stop.wait()
-            finally:
-                # Running requests end before what they hold on to: the queue's tasks give their credit back.
-                await server.drain()
-                for task in background:
-                    task.cancel()
+        following = fleet.follow(interval_s=_FLEET_INTERVAL_S, call_grace_s=settings.limits.request_timeout_s)
+        await _run(server, stop, queue.run(), following)
+
+
+async def _run(server: ServingServer, stop: asyncio.Event, *background: Coroutine[Any, Any, None]) -> None:
+    """Runs what is beside the server until `stop` is set and the server is drained."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(each) for each in background]
+        try:
+            await stop.wait()
+        finally:
+            # Running requests end before what they hold on to: the queue's tasks give their credit back.
+            await server.drain()
+            for task in running:
+                task.cancel()
 
 
 def _load_model(settings: GatewaySettings) -> tuple[Tokenizer, ServedModel]:

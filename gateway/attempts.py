@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from baton.core.errors import ResourceExhaustedError, ServingError, UnavailableError
 from baton.core.ids import new_attempt_id
 from gateway.losses import loss_of
-from gateway.worker_calls import DecodeEnd, GrowingCache, PromptDone
+from gateway.worker_events import DecodeEnd, GrowingCache, PromptDone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from gateway.losses import Loss
     from gateway.prefixes import KnownPrefixes
     from gateway.routing import Router
-    from gateway.worker_calls import Attempt, DecodeCall, DecodeEvent, PrefillCall, WorkerCalls
+    from gateway.worker_calls import Attempt, DecodeCall, PrefillCall, WorkerCalls
+    from gateway.worker_events import DecodeEvent
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from gateway.output import Output
     from gateway.phases import Phases
     from gateway.progress import Progress
-    from gateway.worker_calls import Attempt, NewTokens, PromptDone
+    from gateway.worker_calls import Attempt
+    from gateway.worker_events import NewTokens, PromptDone
 
 Emit: TypeAlias = "Callable[[Event], Awaitable[None]]"
 

@@ -1,35 +1,30 @@
-"""Calls to workers: their streams read as plain data, every deviation and failure a typed error."""
+"""Calls to workers: their streams read as events, every deviation and failure a typed error."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from baton.core.errors import ServingError, UnavailableError
 from baton.rpc.generation import logprob_options_message, read_logprobs, sampling_message, structure_message
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from gateway.events import ScoredPrompt
 from gateway.wire import fingerprint_message, read_finish_reason
+from gateway.worker_events import DecodeEnd, GrowingCache, Handover, NewTokens, PromptDone
 from gateway.worker_stream import WorkerStream, told_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from baton.core.generation import (
-        FinishReason,
-        LogprobOptions,
-        SamplingParams,
-        StopRule,
-        Structure,
-        TokenLogprobs,
-    )
+    from baton.core.generation import LogprobOptions, SamplingParams, StopRule, Structure, TokenLogprobs
     from baton.core.model import ModelFingerprint
     from baton.core.workers import WorkerRecord
     from baton.rpc.channels import ChannelPool
-    from baton.v1 import common_pb2, kv_transfer_pb2
+    from baton.v1 import common_pb2
+    from gateway.worker_events import DecodeEvent
 
 _END_WAIT_S = 1.0
 # What a worker's stream may be ahead of its reader: about a hundred messages of tokens. A client that does not read
@@ -63,56 +58,6 @@ class Attempt:
     def num_prompt_tokens(self) -> int:
         """Tokens that the client sent."""
         return len(self.token_ids) - self.num_output_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens of a choice in order, its next positions; `logprobs` for each, or none.
-
-    `finish_reason` is set when they are its last.
-    """
-
-    choice: int
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptDone:
-    """A prefill's result: the first token of each choice, in order.
-
-    `kv` goes to the decode worker as it is; None when no choice goes on after its first token.
-    """
-
-    first_tokens: tuple[NewTokens, ...]
-    kv: kv_transfer_pb2.KvDescriptor | None
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrowingCache:
-    """The first chunk of a longer prompt is computed: `kv` goes to the decode worker, which copies it as it grows."""
-
-    kv: kv_transfer_pb2.KvDescriptor
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """The decode worker has the KV cache."""
-
-    transport: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeEnd:
-    """Every choice ended by a token or by its length, the last one for `reason`."""
-
-    reason: FinishReason | None
-
-
-DecodeEvent: TypeAlias = NewTokens | DecodeEnd
 
 
 class WorkerCalls:
