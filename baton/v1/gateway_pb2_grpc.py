@@ -90,7 +90,9 @@ class GatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Generates and returns the whole text at once.
+        """Generates and returns the whole text at once, in one message: an answer larger than a message may be (4 MiB unless
+        the gateway's `server.max_message_bytes` says otherwise), as thousands of tokens with log-probabilities can be, ends
+        as RESOURCE_EXHAUSTED once it is generated. Generate has no such bound.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

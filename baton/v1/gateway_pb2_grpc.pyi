@@ -42,7 +42,9 @@ class GatewayServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Complete: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.CompleteResponse]
-    """Generates and returns the whole text at once.
+    """Generates and returns the whole text at once, in one message: an answer larger than a message may be (4 MiB unless
+    the gateway's `server.max_message_bytes` says otherwise), as thousands of tokens with log-probabilities can be, ends
+    as RESOURCE_EXHAUSTED once it is generated. Generate has no such bound.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -71,7 +73,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Complete: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
-    """Generates and returns the whole text at once.
+    """Generates and returns the whole text at once, in one message: an answer larger than a message may be (4 MiB unless
+    the gateway's `server.max_message_bytes` says otherwise), as thousands of tokens with log-probabilities can be, ends
+    as RESOURCE_EXHAUSTED once it is generated. Generate has no such bound.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -109,7 +113,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CompleteResponse, _abc.Awaitable[_gateway_pb2.CompleteResponse]]:
-        """Generates and returns the whole text at once.
+        """Generates and returns the whole text at once, in one message: an answer larger than a message may be (4 MiB unless
+        the gateway's `server.max_message_bytes` says otherwise), as thousands of tokens with log-probabilities can be, ends
+        as RESOURCE_EXHAUSTED once it is generated. Generate has no such bound.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
