@@ -26,8 +26,10 @@ def folder_of(url: str) -> Path:
 
 
 @pytest.fixture
-def left_folder() -> Path:
-    """What an owner left that was killed."""
+def left_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What an owner left that was killed, where nobody else starts one."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL
     folder = folder_of(ended.stdout.strip())

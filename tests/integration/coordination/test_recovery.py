@@ -12,7 +12,7 @@ import pytest
 from baton.coordination.client import connect
 from baton.coordination.embedded import EmbeddedRedis
 from baton.core.errors import AlreadyExistsError, FailedPreconditionError, StartupError, UnavailableError
-from tests.fixtures.coordination import KEYS, Stage, open_stage, ticket
+from tests.fixtures.coordination import KEYS, Stage, open_stage, record, ticket
 
 if TYPE_CHECKING:
     from tests.fixtures.redis import PrivateRedis
@@ -44,9 +44,7 @@ async def test_a_silent_worker_is_out_within_seconds_and_back_with_its_credit(st
     async with stage.gateway() as queue, queue.admit(ticket("1")) as place:
         async with stage.beating("p1", "d1"):
             await place.granted()
-        start_s = time.monotonic()
-        await stage.eventually(lambda: granted_is(queue))
-        assert time.monotonic() - start_s < 5
+        await stage.eventually(lambda: granted_is(queue), within_s=15)
         await stage.workers("p1", "d1")
         assert await granted_is(queue, p1=1, d1=1)
         assert await queue.check_integrity() == []
@@ -77,7 +75,7 @@ async def test_a_live_worker_keeps_its_id_against_one_elsewhere(stage: Stage):
 
 
 async def test_the_id_of_a_silent_worker_is_free(stage: Stage):
-    await stage.workers("d1")
+    await stage.registry.heartbeat(record("d1"))
 
     async def takes_it() -> bool:
         try:
@@ -186,7 +184,7 @@ async def test_redis_away(private_redis: PrivateRedis):
             assert refused.value.reason == "REDIS_UNAVAILABLE"
             assert not queue.is_available
             await place.release_prefill()
-        assert time.monotonic() - start_s < 10
+        assert time.monotonic() - start_s < 15
         assert queue.num_live == 0
         private_redis.start()
         await stage.eventually(lambda: queue.is_available)
@@ -199,7 +197,7 @@ async def test_redis_stalls_longer_than_the_leases(private_redis: PrivateRedis):
     async with (
         open_stage(private_redis.url) as stage,
         stage.beating("p1", "d1", max_num_seqs=1),
-        stage.gateway("g1", lease_s=1.0) as queue,
+        stage.gateway("g1", lease_s=1.0, call_timeout_s=1.0) as queue,
     ):
         place = await queue.admit(ticket("1")).__aenter__()
         await place.granted()
@@ -208,7 +206,7 @@ async def test_redis_stalls_longer_than_the_leases(private_redis: PrivateRedis):
             start_s = time.monotonic()
             with pytest.raises(UnavailableError):
                 await queue.admit(ticket("3")).__aenter__()
-            assert time.monotonic() - start_s < 10
+            assert time.monotonic() - start_s < 15
             await asyncio.sleep(1.5)
             private_redis.resume()
             await stage.eventually(lambda: rebuilt(queue, 1, p1=1, d1=1))
@@ -225,7 +223,7 @@ async def test_prefill_credit_is_paid_back_after_an_outage(private_redis: Privat
     async with (
         open_stage(private_redis.url) as stage,
         stage.beating("p1", "d1"),
-        stage.gateway() as queue,
+        stage.gateway(call_timeout_s=0.5) as queue,
         queue.admit(ticket("1")) as place,
     ):
         await place.granted()

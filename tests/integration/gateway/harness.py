@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from opentelemetry.trace import NoOpTracerProvider
+from redis.exceptions import RedisError
 
 from baton.coordination.client import connect
+from baton.coordination.commands import no_lost_cancel
 from baton.coordination.keys import Keys
 from baton.coordination.limits import ClassLimits, QueueConfig
 from baton.coordination.queue import AdmissionQueue
 from baton.coordination.registry import WorkerRegistry
 from baton.core.clock import SystemClock
-from baton.core.errors import UnavailableError
+from baton.core.errors import FailedPreconditionError, UnavailableError
 from baton.core.settings import RedisSettings, ServerSettings
 from baton.core.workers import WorkerRecord, WorkerRole, WorkerState
 from baton.rpc.channels import ChannelPool
@@ -207,6 +210,7 @@ class Deployment:
         self.metrics: CollectorRegistry
         self.pool: TokenizerPool
         self.records: list[WorkerRecord] = []
+        self._beating = asyncio.Lock()
         self.prefill_server: ServingServer
         self.decode_server: ServingServer
 
@@ -230,10 +234,20 @@ class Deployment:
         }
         return WorkerRecord(**(fields | changes))
 
+    async def beat(self) -> None:
+        """One heartbeat of every worker, after which what an earlier call wrote is gone."""
+        async with self._beating:
+            for record in self.records:
+                await self.registry.heartbeat(record)
+            # They live until they are deregistered, even if this process, where they beat, is held up for seconds.
+            in_an_hour_ms = (time.time() + 3600) * 1000
+            beats = {record.worker_id: in_an_hour_ms for record in self.records}
+            with no_lost_cancel():
+                await self.connection.commands.zadd(Keys("test", self.model.name).all[2], beats, xx=True)
+
     async def announce(self) -> None:
         """One heartbeat of every worker; returns when the gateway has seen them."""
-        for record in self.records:
-            await self.registry.heartbeat(record)
+        await self.beat()
         seen = {record.worker_id for record in self.records}
         await eventually(lambda: {view.record.worker_id for view in self.queue.views} >= seen)
 
@@ -267,7 +281,8 @@ async def eventually(holds: Callable[[], Any], *, within_s: float = 20.0) -> Non
 class Options:
     """What a test changes of the deployment."""
 
-    queue_timeout_s: float = 5.0
+    queue_timeout_s: float = 15.0
+    call_timeout_s: float = 10.0
     request_timeout_s: float = 20.0
     class_timeout_s: Mapping[str, float] = field(default_factory=dict)
     max_pending_texts: int = 16
@@ -288,12 +303,20 @@ async def deployed(
         stack.push_async_callback(connection.close)
         parts.connection = connection
         parts.registry = WorkerRegistry(connection, keys)
+        parts.registry._commands._timeout_s = options.call_timeout_s
         channels = ChannelPool(max_message_bytes=4 << 20, tracer=options.tracer, lookahead_bytes=LOOKAHEAD_BYTES)
         stack.push_async_callback(channels.close)
         parts.pool = TokenizerPool(tokenizer, num_threads=1, max_pending=options.max_pending_texts)
         stack.callback(parts.pool.close)
         parts.router = Router(model.fingerprint)
-        config = QueueConfig(gateway_id="g1", classes=CLASSES, settle_s=0.0, tick_s=0.1, lease_s=2.0)
+        config = QueueConfig(
+            gateway_id="g1",
+            classes=CLASSES,
+            settle_s=0.0,
+            tick_s=0.1,
+            lease_s=2.0,
+            call_timeout_s=options.call_timeout_s,
+        )
         parts.queue = AdmissionQueue(connection, keys, parts.router.choose_route, config)
         parts.prefill_server = await start_worker(
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server, parts.prefill, prefill_pb2, options.tracer
@@ -373,9 +396,9 @@ async def start_worker(add: Any, servicer: Any, module: Any, tracer: Tracer) -> 
 
 async def keep_beating(parts: Deployment) -> None:
     while True:
-        with suppress(UnavailableError):  # as workers do: the next heartbeat tries again
-            for record in parts.records:
-                await parts.registry.heartbeat(record)
+        # The next one tries again; a worker may be deregistered, or replaced, while its heartbeat is on the way.
+        with suppress(UnavailableError, RedisError, FailedPreconditionError):
+            await parts.beat()
         await asyncio.sleep(0.3)
 
 

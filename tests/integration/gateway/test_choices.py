@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -175,11 +176,19 @@ async def test_what_no_worker_could_hold_is_refused_with_the_limit(
 
 
 async def test_each_choice_takes_a_seat_and_its_blocks(deployment: Deployment) -> None:
-    Texts(deployment, "one", "a b", "red green blue")
+    texts, gate = Texts(deployment, "one", "a b", "red green blue"), asyncio.Event()
+
+    async def held(request: Any, context: Any) -> AsyncIterator[Any]:
+        await gate.wait()
+        async for response in texts.decode(request, context):
+            yield response
+
+    deployment.script.decode = held
     call = deployment.stub.Generate(request(stop=common_pb2.StopConditions(max_tokens=40)))
     assert (await call.read()).HasField("accepted")
     assert (await call.read()).HasField("delta")
     views = [view for view in await deployment.queue.workers() if view.record.role is WorkerRole.DECODE]
     # The prompt fills no block, so each has three of its own.
     assert sorted((view.granted_seqs, view.granted_blocks) for view in views) == [(0, 0), (3, 9)]
+    gate.set()
     await events_of(call)

@@ -379,18 +379,19 @@ async def test_no_pair_of_workers_is_said_at_once(deployment: Deployment) -> Non
     deployment.records[:] = [prefill]
     await deployment.registry.deregister(decode.worker_id, decode.incarnation)
     await eventually(lambda: len(deployment.queue.views) == 1)
-    async with asyncio.timeout(4):  # sooner than the queue would give up
+    async with asyncio.timeout(10):  # sooner than the queue would give up
         assert await failure_of(deployment.stub.Generate(PROMPT)) == (CODES.UNAVAILABLE, "NO_WORKER")
 
 
 async def test_a_pair_that_is_just_there_serves_before_the_gateway_looks_again(deployment: Deployment) -> None:
     [prefill, decode] = deployment.records
-    deployment.records[:] = [prefill]
     for life in range(2, 6):  # in one of them the gateway may happen to look in between
+        deployment.records[:] = [prefill]
         await deployment.registry.deregister(decode.worker_id, decode.incarnation)
         await eventually(lambda: len(deployment.queue.views) == 1)
         decode = dataclasses.replace(decode, incarnation=f"d-life{life}")
-        await deployment.registry.heartbeat(decode)
+        deployment.records[:] = [prefill, decode]
+        await deployment.beat()
         assert (await deployment.stub.Complete(PROMPT)).finished.usage.completion_tokens > 0
 
 
@@ -427,24 +428,24 @@ async def occupied(deployment: Deployment, interval_ms: int) -> list[Any]:
 
 
 async def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(deployment: Deployment) -> None:
-    others = await occupied(deployment, 2000)
+    others = await occupied(deployment, 6000)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await deployment.stub.Complete(PROMPT, timeout=3.0)
+        await deployment.stub.Complete(PROMPT, timeout=10.0)
     error = from_call(caught.value)
     assert (caught.value.code(), error.reason) == (CODES.RESOURCE_EXHAUSTED, "DEADLINE_UNMEETABLE")
-    assert 1.0 <= error.retry_after_s < 3.0
+    assert 2.0 <= error.retry_after_s < 10.0
     pushback = dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"]
     assert int(pushback) == pytest.approx(error.retry_after_s * 1000, abs=1)
-    in_time = deployment.stub.Generate(PROMPT, timeout=10.0)
+    in_time = deployment.stub.Generate(PROMPT, timeout=18.0)
     accepted = (await in_time.read()).accepted
-    assert (accepted.queue_position, accepted.predicted_wait_s) == (2, 4.0)
+    assert (accepted.queue_position, accepted.predicted_wait_s) == (2, 12.0)
     for call in [*others, in_time]:
         call.cancel()
 
 
 async def test_a_request_that_expires_in_the_queue_is_never_computed(deployment: Deployment) -> None:
     others = await occupied(deployment, 1)
-    call = deployment.stub.Generate(PROMPT, timeout=0.5)
+    call = deployment.stub.Generate(PROMPT, timeout=1.0)
     assert await failure_of(call) in [(CODES.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")]
     for other in others:
         other.cancel()
@@ -487,9 +488,11 @@ async def test_a_client_that_does_not_read_stops_only_its_own_worker_stream(depl
         # Others run to their ends meanwhile, far beyond where this one stands.
         answer = await deployment.stub.Complete(request)
         assert len(answer.token_ids) == 3000
-        held_at = sent[slow]
-        await deployment.stub.Complete(request)
-        assert sent[slow] == held_at < 1000
+        held_at = 0
+        while sent[slow] > held_at:  # until a whole answer passes it by
+            held_at = sent[slow]
+            assert held_at < 1000
+            await deployment.stub.Complete(request)
         # When it reads, nothing is missing.
         assert len(ids_of(await events_of(unread))) == 3000
 
@@ -524,7 +527,7 @@ async def test_without_redis_admissions_stop_and_running_streams_do_not(
     private_redis: PrivateRedis, model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     gate = asyncio.Event()
-    async with deployed(private_redis.url, model, tokenizer, Options()) as deployment:
+    async with deployed(private_redis.url, model, tokenizer, Options(call_timeout_s=1.0)) as deployment:
 
         async def decode(request: Any, context: Any) -> AsyncIterator[Any]:
             yield handover()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 
     from tests.integration.gateway.harness import Deployment
 
-WORK_S = 0.35
+WORK_S = 0.7
+NUM_SLOTS = 4
+NUM_SERVED = 40
 REQUEST = gateway_pb2.GenerateRequest(
     token_ids=common_pb2.TokenIds(ids=[5, 6, 7]), stop=common_pb2.StopConditions(max_tokens=4)
 )
@@ -41,24 +42,36 @@ class Tally:
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
+        self.positions: list[int] = []
         self.queue_s: list[float] = []
 
     async def one(self, stub: gateway_pb2_grpc.GatewayServiceStub) -> None:
         try:
-            response = await stub.Complete(REQUEST, timeout=20.0)
+            response = await stub.Complete(REQUEST, timeout=60.0)
         except grpc.aio.AioRpcError as error:
             self.ends[f"{error.code().name}/{from_call(error).reason}"] += 1
         else:
             assert len(response.token_ids) == 4
             self.ends["tokens"] += 1
+            self.positions.append(response.accepted.queue_position)
             self.queue_s.append(response.finished.timings.queue_s)
 
 
-async def work(request: Any, context: Any) -> AsyncIterator[Any]:
-    yield handover()
-    await asyncio.sleep(WORK_S)  # the load itself: four slots that take so long each
-    yield tokens(request.kv.num_tokens + 1, 101, 102, 103)
-    yield finished()
+class Load:
+    """The slots' work, and how much of their time they had some."""
+
+    def __init__(self) -> None:
+        self.num_served = 0
+        self.busy_s = 0.0
+
+    async def work(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        start_s = time.monotonic()
+        yield handover()
+        await asyncio.sleep(WORK_S)  # the load itself: a slot that takes so long
+        yield tokens(request.kv.num_tokens + 1, 101, 102, 103)
+        yield finished()
+        self.num_served += 1
+        self.busy_s += time.monotonic() - start_s
 
 
 def attempts(deployment: Deployment) -> float:
@@ -66,50 +79,28 @@ def attempts(deployment: Deployment) -> float:
     return sum(sample.value for sample in metric.samples if sample.name.endswith("_total"))
 
 
-async def peak(stub: Any, seconds: float) -> float:
-    """Requests a second while there is always one more than can run, and none is refused."""
-    tally, ended_s = Tally(), []
-    end_s = time.monotonic() + seconds
-
-    async def caller() -> None:
-        while time.monotonic() < end_s:
-            await tally.one(stub)
-            ended_s.append(time.monotonic())
-
-    await asyncio.gather(*(caller() for _ in range(6)))
-    assert set(tally.ends) == {"tokens"}
-    busy = [at_s for at_s in ended_s if at_s <= end_s]  # later ones run beside empty slots
-    return (len(busy) - 1) / (busy[-1] - busy[0])
-
-
 async def test_three_times_the_capacity_costs_nothing_but_refusals(deployment: Deployment, record_property: Any):
-    deployment.script.decode = work
-    capacity = await peak(deployment.stub, 3.0)
-    before = attempts(deployment)
-    tally, offered, window_s = Tally(), 0, 8.0
+    load, tally, offered = Load(), Tally(), 0
+    deployment.script.decode = load.work
+    places = NUM_SLOTS + CLASSES["chat"].max_waiting
     options = [("grpc.service_config", documented_service_config()), ("grpc.enable_retries", 1)]
-    async with AsyncExitStack() as stack:
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(deployment.address, options=options))
-            for _ in range(NUM_CHANNELS)
-        ]
-        stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in channels]
+    async with grpc.aio.insecure_channel(deployment.address, options=options) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         start_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            while (now_s := time.monotonic() - start_s) < window_s:
-                while offered < 3 * capacity * now_s:
-                    tasks.create_task(tally.one(stubs[offered % NUM_CHANNELS]))
+            while load.num_served < NUM_SERVED:
+                # Three new ones for each that was served, whatever the machine lets the workers do now.
+                while offered < places + 3 * load.num_served:
+                    tasks.create_task(tally.one(stub))
                     offered += 1
                 await asyncio.sleep(0.01)
-        lasted_s = time.monotonic() - start_s
-    goodput = tally.ends["tokens"] / lasted_s
-    amplification = (attempts(deployment) - before) / offered
+            lasted_s, busy_s = time.monotonic() - start_s, load.busy_s
     measured = {
-        "capacity_rps": round(capacity, 2),
-        "offered_rps": round(offered / window_s, 2),
-        "goodput_share": round(goodput / capacity, 3),
+        "offered": offered,
+        "served_rps": round(load.num_served / lasted_s, 2),
+        "busy_share": round(busy_s / (NUM_SLOTS * lasted_s), 3),
         "longest_queue_wait_s": round(max(tally.queue_s), 2),
-        "amplification": round(amplification, 3),
+        "amplification": round(attempts(deployment) / offered, 3),
         "ends": dict(tally.ends),
     }
     print(measured)
@@ -119,10 +110,11 @@ async def test_three_times_the_capacity_costs_nothing_but_refusals(deployment: D
     assert tally.ends.total() == offered
     assert set(tally.ends) <= {"tokens", "RESOURCE_EXHAUSTED/QUEUE_FULL", "RESOURCE_EXHAUSTED/DEADLINE_UNMEETABLE"}
     assert tally.ends["tokens"] < offered / 2
-    # Measured 0.95 to 1.03; others may take the processor from this test.
-    assert goodput > 0.75 * capacity
-    # As many as may wait, each for its turn at one of the slots.
-    assert max(tally.queue_s) < 3 * (CLASSES["chat"].max_waiting + 1) / capacity
+    # The slots have work all the time but for what lies between two requests: 0.97 here when nobody else takes the
+    # processor, which is the price of a request and no more with all the refusals beside it.
+    assert busy_s > 0.5 * NUM_SLOTS * lasted_s
+    # Nobody waits behind more than may wait.
+    assert max(tally.positions) < CLASSES["chat"].max_waiting
     # The budget: a tenth of the answered requests, and what it begins with.
-    assert attempts(deployment) - before <= offered + 0.1 * tally.ends["tokens"] + 15
+    assert attempts(deployment) <= offered + 0.1 * tally.ends["tokens"] + 15
     await deployment.assert_idle()
