@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import gateway_pb2_grpc
 from tests.fixtures.otlp import OtlpReceiver
+from tests.fixtures.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 200.0
 COMPONENTS = ("gateway", "prefill_worker", "decode_worker")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +48,7 @@ class System:
             while True:
                 assert self.process.poll() is None, f"baton up ended with {self.process.returncode}"
                 try:
-                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
                 except grpc.RpcError:
@@ -86,7 +80,7 @@ def running_system(model_folder: Path, log_folder: Path, environment: dict[str, 
         finally:
             process.terminate()
             try:
-                code = process.wait(timeout=30)
+                code = process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise

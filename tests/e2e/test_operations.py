@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -18,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.v1 import gateway_pb2
 from baton.v1.common_pb2 import WorkerRole
-from tests.fixtures.processes import descendants
+from tests.fixtures.processes import descendants, segments_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable
@@ -70,7 +68,7 @@ async def test_every_process_shows_health_and_its_services(system: System) -> No
 
 
 def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -79,14 +77,26 @@ def scrape(port: int) -> dict[str, float]:
     return totals
 
 
+async def scrape_idle(system: System) -> dict[str, dict[str, float]]:
+    """The metrics of all components once none runs anything: workers free what a request held after its answer."""
+    async with asyncio.timeout(60):
+        while True:
+            found = {name: await asyncio.to_thread(scrape, port) for name, port in system.metrics_ports.items()}
+            workers = [found[name] for name in ("prefill_worker", "decode_worker")]
+            busy = ("baton_kv_cache_usage_ratio", "baton_num_requests_running")
+            if not any(each[name] for each in workers for name in busy):
+                return found
+            await asyncio.sleep(0.05)
+
+
 async def test_metrics_count_what_a_request_did(system: System) -> None:
-    before = {name: await asyncio.to_thread(scrape, port) for name, port in system.metrics_ports.items()}
+    before = await scrape_idle(system)
     request = gateway_pb2.GenerateRequest(text="Count to ten: one, two,")
     request.stop.max_tokens = 6
     request.stop.ignore_eos = True
     async with grpc.aio.insecure_channel(system.address) as channel:
         answer = await system.stub(channel).Complete(request)
-    after = {name: await asyncio.to_thread(scrape, port) for name, port in system.metrics_ports.items()}
+    after = await scrape_idle(system)
 
     def grown(component: str, name: str) -> float:
         return after[component][name] - before[component].get(name, 0.0)
@@ -98,9 +108,6 @@ async def test_metrics_count_what_a_request_did(system: System) -> None:
     assert grown("gateway", "baton_prompt_tokens_total") == prompt_tokens
     assert grown("prefill_worker", "baton_prompt_tokens_total") == prompt_tokens
     assert grown("decode_worker", "baton_generation_tokens_total") == 5
-    for component in ("prefill_worker", "decode_worker"):
-        assert after[component]["baton_kv_cache_usage_ratio"] == 0
-        assert after[component]["baton_num_requests_running"] == 0
 
 
 async def test_a_conversation_goes_on_where_the_cache_ends_and_says_the_same_without_it(system: System) -> None:
@@ -125,9 +132,9 @@ async def test_a_conversation_goes_on_where_the_cache_ends_and_says_the_same_wit
         first = await stub.Complete(ask(*talk), metadata=metadata)
         assert first.finished.usage.cached_prompt_tokens == 0
         talk += [("assistant", first.text), ("user", "And the youngest?")]
-        before = await asyncio.to_thread(scrape, system.metrics_ports["prefill_worker"])
+        before = (await scrape_idle(system))["prefill_worker"]
         second = await stub.Complete(ask(*talk), metadata=metadata)
-        after = await asyncio.to_thread(scrape, system.metrics_ports["prefill_worker"])
+        after = (await scrape_idle(system))["prefill_worker"]
         computed = await stub.Complete(ask(*talk), metadata=(("x-baton-tenant", "another"),))
     usage = second.finished.usage
     # All whole blocks of the first prompt, with which the second one begins.
@@ -149,15 +156,6 @@ def component_pid(system: System, name: str) -> int:
     """The server process of a component."""
     (pid,) = [pid for pid, command in descendants(system.process.pid).items() if f"-m {name} " in command]
     return pid
-
-
-def segments_of(ancestor: int) -> set[str]:
-    """The shared-memory segments that the processes below `ancestor` have mapped."""
-    found = set()
-    for pid in descendants(ancestor):
-        with contextlib.suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/baton-[0-9a-f]{32}", Path(f"/proc/{pid}/maps").read_text()))
-    return found
 
 
 async def drain(call: AsyncIterable[gateway_pb2.GenerateResponse]) -> tuple[int, grpc.StatusCode | None]:

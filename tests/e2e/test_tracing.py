@@ -46,7 +46,10 @@ async def test_one_request_is_one_trace_that_continues_the_clients(system: Syste
     expected["gateway"].add("baton.v1.GatewayService/Complete")
 
     def is_whole(found: Sequence[tuple[str, Any]]) -> bool:
-        return all(names <= {span.name for s, span in found if s == service} for service, names in expected.items())
+        known = {client_span_id, *(span.span_id for _, span in found)}
+        return all(span.parent_span_id in known for _, span in found) and all(
+            names <= {span.name for s, span in found if s == service} for service, names in expected.items()
+        )
 
     spans = await asyncio.to_thread(system.traces.wait_for, trace_id, is_whole)
     by_id = {span.span_id: span for _, span in spans}

@@ -37,6 +37,15 @@ class Supervised:
         while waiting:
             waiting.discard(self.wait_for(state="ready")["name"])
 
+    def find_line(self, name: str, start: str) -> str:
+        """The first line of `name` that begins so, which may come after the news that it is ready."""
+        for event in self.events:
+            if event["name"] == name and event.get("line", "").startswith(start):
+                return event["line"]
+        while not (line := self.wait_for(name=name).get("line", "")).startswith(start):
+            pass
+        return line
+
     def pids(self, name: str) -> list[int]:
         """Process ids of all lives of `name`."""
         return [event["pid"] for event in self.events if event.get("name") == name and "pid" in event]
@@ -54,11 +63,16 @@ class Supervised:
         """Children of all lives that still run."""
         return list(filter(self.is_alive, self.all_pids()))
 
-    def wait_all_dead(self, timeout_s: float = 20.0) -> None:
-        """Polls: nobody tells when a process ends that is not our child."""
+    def wait_all_dead(self) -> None:
+        """Returns when the children of all lives are dead."""
+        for pid in self.all_pids():
+            self.wait_dead(pid)
+
+    def wait_dead(self, pid: int, timeout_s: float = 20.0) -> None:
+        """Polls: nobody tells when a process ends that is not our child, nor is it dead once it is killed."""
         deadline_s = time.monotonic() + timeout_s
-        while self.alive():
-            assert time.monotonic() < deadline_s, f"{self.alive()} still run"
+        while self.is_alive(pid):
+            assert time.monotonic() < deadline_s, f"{pid} still runs"
             time.sleep(0.02)
 
     def all_pids(self) -> list[int]:

@@ -13,16 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.processes import descendants
+from tests.fixtures.processes import descendants, free_port, segments_of
 
 ROOT = Path(__file__).parents[3]
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Up:
@@ -72,7 +65,6 @@ async def start_up():
 
 @pytest.mark.timeout(300)  # two starts of an engine
 async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_llama):
-    segments = set(SHARED_MEMORY.iterdir())
     up = await start_up("--demo", "--model", str(random_llama(512)), "--port", str(free_port()))
     redis_socket = Path((await up.wait_for("redis", "ready after")).split()[-1])
     await up.wait_for("is served at", "Ctrl-C ends it")
@@ -83,15 +75,15 @@ async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_
     engines = [command for command in processes.values() if "-m baton.engine.child" in command]
     assert sorted(command.split()[4] for command in engines) == ["decode_worker", "prefill_worker"]
     assert all(socket.gethostname() in command for command in engines)  # it is in the workers' ids
-    # The file through which engines divide the cores stays: it is the host's.
-    new_segments = {path for path in set(SHARED_MEMORY.iterdir()) - segments if "cores" not in path.name}
-    assert new_segments
+    segments = segments_of(up.process.pid)
+    assert segments
 
     worker = next(pid for pid, command in processes.items() if "-m prefill_worker" in command)
     os.kill(worker, signal.SIGKILL)
     await up.wait_for("prefill_worker", "restarting killed by SIGKILL")
     await up.wait_for("prefill_worker", "ready after")
     processes |= descendants(up.process.pid)
+    segments |= segments_of(up.process.pid)
 
     up.process.send_signal(signal.SIGINT)
     code, out = await up.rest()
@@ -100,7 +92,7 @@ async def test_a_chat_then_a_death_then_an_end_without_a_trace(start_up, random_
     assert "first after" in out, "".join(up.lines)
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
     assert not redis_socket.parent.exists()
-    assert not new_segments & set(SHARED_MEMORY.iterdir())
+    assert not [segment for segment in segments if Path(segment).exists()]
 
 
 async def fails(up: Up) -> str:

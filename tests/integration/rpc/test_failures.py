@@ -169,7 +169,9 @@ async def test_the_handler_is_cleaned_up_when_the_caller_is_gone(running, how: s
         await asyncio.Event().wait()
 
     running.servicer.behave = behave
-    call = running.stub.Generate(gateway_pb2.GenerateRequest(), timeout=0.2 if how == "deadline" else 30)
+    # A deadline counts from the connection: the server hears of the call before it is over.
+    await running.pool.get(running.server.address).channel_ready()
+    call = running.stub.Generate(gateway_pb2.GenerateRequest(), timeout=1.0 if how == "deadline" else 30)
     reader = asyncio.ensure_future(read(call))
     await running.servicer.entered.wait()
     if how == "cancel":

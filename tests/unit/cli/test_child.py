@@ -67,11 +67,12 @@ async def test_signals_after_the_end_are_no_error():
 async def test_pipe_kept_by_a_process_that_left_the_group_holds_nothing_up():
     code = (
         "import os, time\n"
+        "seen, told = os.pipe()\n"
         "if os.fork() == 0:\n"
-        "    os.setsid(); print(os.getpid(), flush=True); time.sleep(1000)\n"
-        "time.sleep(0.2)"
+        "    os.setsid(); print(os.getpid(), flush=True); os.write(told, b'.'); time.sleep(1000)\n"
+        "os.read(seen, 1)"
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         ended, lines = await run(code)
     os.kill(int(lines[0]), 9)
     assert ended.code == 0

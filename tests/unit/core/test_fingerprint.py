@@ -116,9 +116,9 @@ def test_big_files_are_not_read_whole(folder):
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(struct.pack("<Q", len(header)) + header)
         stream.truncate(8 + len(header) + size)
-    started = time.monotonic()
+    started = time.process_time()
     weights_fingerprint(folder)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    def __init__(self, size: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, size: int) -> None:
         self.memory = SharedMemory.create(HostGroup.num_bytes(size))
-        self.groups = [HostGroup(Shard(rank, size), self.memory, timeout_s=timeout_s) for rank in range(size)]
+        self.groups = [HostGroup(Shard(rank, size), self.memory, timeout_s=20.0) for rank in range(size)]
         self.threads = ThreadPoolExecutor(size)
         self.each(lambda rank: self.groups[rank].join(1))
 
@@ -91,7 +91,8 @@ def test_a_rank_that_leaves_ends_the_others_wait_and_all_may_join_again(ranks):
 
 
 def test_a_late_rank_breaks_the_group():
-    ranks = Ranks(2, timeout_s=0.05)
+    ranks = Ranks(2)
+    ranks.groups[0]._timeout_s = 0.05
     with pytest.raises(GroupBrokenError, match=r"rank 1 is 0\.05 s behind"):
         ranks.groups[0].sum(torch.ones(3))
     ranks.memory.close()

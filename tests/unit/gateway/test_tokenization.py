@@ -136,9 +136,11 @@ class SlowTokenizer:
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.has_begun = threading.Event()
 
     def encode(self, text: str) -> list[int]:
-        assert self.gate.wait(10)
+        self.has_begun.set()
+        assert self.gate.wait(60)
         return [len(text)]
 
 
@@ -161,13 +163,14 @@ async def test_a_cancelled_text_counts_until_its_thread_is_done() -> None:
     slow = SlowTokenizer()
     pool = TokenizerPool(slow, num_threads=1, max_pending=1)
     running = asyncio.ensure_future(pool.encode("a"))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(slow.has_begun.wait, 60)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     with pytest.raises(ResourceExhaustedError):
         await pool.encode("b")
     slow.gate.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 assert await pool.encode("b") == [1]
