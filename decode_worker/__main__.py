@@ -56,7 +56,7 @@ async def _serve_ready(
 ) -> None:
     facts: EngineFacts = process.facts
     engine: EngineClient[DecodeEvent] = EngineClient(process, SystemClock())
-    engine.add_observer(LoadMetrics(host.instruments, facts.num_blocks).observe)
+    engine.add_observer(LoadMetrics.of(host.instruments, facts).observe)
     life = WorkerLife(host.server, engine, host.registry, settings)
     description = WorkerDescription(
         worker_id=settings.worker_id,

@@ -60,6 +60,8 @@ def worker_message(view: WorkerView) -> common_pb2.WorkerStatus:
         num_blocks=record.num_blocks,
         block_size_tokens=record.block_size,
         heartbeat_age_s=view.heartbeat_age_s,
+        device=record.device,
+        attention=record.attention,
     )
 
 

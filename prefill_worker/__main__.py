@@ -61,7 +61,7 @@ async def _serve_ready(
     engine: EngineClient[PrefillEvent] = EngineClient(process, SystemClock())
     leases = LiveLeases(engine.control, settings.lease.lease_s, host.instruments)
     engine.add_observer(leases.observe)
-    engine.add_observer(LoadMetrics(host.instruments, facts.engine.num_blocks).observe)
+    engine.add_observer(LoadMetrics.of(host.instruments, facts.engine).observe)
     life = WorkerLife(host.server, engine, host.registry, settings)
     description = WorkerDescription(
         worker_id=settings.worker_id,

@@ -52,13 +52,14 @@ def _queues(queues: Iterable[QueueStatus]) -> Table:
 
 
 def _workers(workers: Iterable[WorkerStatus]) -> Table:
-    table = _table("worker", "role", "state", "address", "running", "waiting", "KV blocks", "heard from")
+    table = _table("worker", "role", "state", "address", "computes on", "running", "waiting", "KV blocks", "heard from")
     for worker in workers:
         table.add_row(
             worker.worker_id,
             _word(WorkerRole.Name, worker.role, "WORKER_ROLE_"),
             _word(WorkerState.Name, worker.state, "WORKER_STATE_"),
             worker.address,
+            f"{worker.device} ({worker.attention})" if worker.attention else "unknown",
             str(worker.num_running),
             str(worker.num_waiting),
             f"{worker.num_used_blocks} of {worker.num_blocks}",

@@ -30,10 +30,11 @@ class WorkerState(Enum):
 class WorkerRecord:
     """One worker as it describes itself in a heartbeat.
 
-    `num_blocks` is the whole KV pool, `max_num_seqs` the most prompts or outputs at a time. The other numbers are
-    gauges for people; credit is counted by grants, not by them. `converts_dtype`: a decode worker that takes KV caches
-    of another element type, or of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps
-    what it has computed for later prompts.
+    `num_blocks` is the whole KV pool, `max_num_seqs` the most prompts or outputs at a time. The numbers that follow
+    `caches_prefixes` are gauges for people; credit is counted by grants, not by them. For people are `device` and what
+    computes `attention` there, too. `converts_dtype`: a decode worker that takes KV caches of another element type, or
+    of otherwise quantized weights, over. `caches_prefixes`: a prefill worker that keeps what it has computed for later
+    prompts.
     """
 
     worker_id: str
@@ -52,6 +53,8 @@ class WorkerRecord:
     num_waiting: int = 0
     num_running: int = 0
     num_used_blocks: int = 0
+    device: str = ""
+    attention: str = ""
 
 
 # Not frozen: one is made for every worker with every admission, and a frozen one takes three times as long to make.

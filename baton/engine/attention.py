@@ -37,6 +37,11 @@ class StepAttention(Protocol):
 class PagedAttention(Protocol):
     """What computes attention over the pool: PyTorch, this project's kernels on a CPU, or FlashInfer on CUDA."""
 
+    @property
+    def name(self) -> str:
+        """Which of them it is."""
+        ...
+
     def plan(self, plan: BatchPlan, pool: KVPool, window: int | None) -> StepAttention:
         """Works a step out for the layers with that window. The step must fit (`BatchPlan.assert_fits`).
 
@@ -47,6 +52,8 @@ class PagedAttention(Protocol):
 
 class TorchAttention:
     """Implements `PagedAttention` by PyTorch alone, anywhere: the reference for the others. Computes in `dtype`."""
+
+    name = "torch"
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -41,6 +41,11 @@ class Executor(Protocol):
         """Positions that the model was made for."""
         ...
 
+    @property
+    def attention(self) -> str:
+        """What computes attention: `native`, `flashinfer` or `torch`."""
+        ...
+
     def execute(self, plan: BatchPlan, pause: Callable[[], None] | None = None) -> StepOutput:
         """Runs the step; returns the tokens sampled after its slices, and what else they ask for.
 
@@ -92,6 +97,7 @@ class ScriptedExecutor:
         self.num_blocks = num_blocks
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
+        self.attention = "scripted"
         self.plans: list[BatchPlan] = []
         self._next_token = next_token
 

@@ -63,6 +63,8 @@ class PageTable:
 class FlashInferAttention:
     """Implements `PagedAttention` on CUDA, for one pool. `library` is the module, or what has its two classes."""
 
+    name = "flashinfer"
+
     def __init__(self, library: Any, config: DecoderConfig, pool: KVPool) -> None:
         self._library = library
         self._device = pool.device
@@ -127,6 +129,8 @@ class RecordableAttention:
 
     What `run` computes depends on the last plan, whichever plan's it is: so it can be recorded once.
     """
+
+    name = FlashInferAttention.name
 
     def __init__(self, shapes: _Shapes) -> None:
         self.wrappers: dict[int | None, Any] = {}

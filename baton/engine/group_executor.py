@@ -45,6 +45,7 @@ class GroupExecutor:
         self.layout = layout
         self.num_blocks = own.num_blocks
         self.vocab_size = own.vocab_size
+        self.attention = own.attention
         self.max_context_tokens = own.max_context_tokens
         self.pidfds = team.pidfds
         self._group = group

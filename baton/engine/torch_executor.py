@@ -72,6 +72,7 @@ class TorchExecutor:
         self.layout: KVLayout = pool.layout
         self.num_blocks = pool.num_blocks
         self.vocab_size = model.config.vocab_size
+        self.attention = model.attention.name
         self.max_context_tokens = model.config.max_positions
 
     @classmethod

@@ -105,6 +105,12 @@ class WorkerInstruments:
         self.num_requests_waiting = Gauge(
             "baton_num_requests_waiting", "Requests that wait inside the worker", registry=registry
         )
+        self.engine = Gauge(
+            "baton_engine_info",
+            "1, by what the engine computes with",
+            ("device", "dtype", "quantization", "attention"),
+            registry=registry,
+        )
         self.kv_cache_usage = Gauge("baton_kv_cache_usage_ratio", "KV blocks in use, of all; 0 to 1", registry=registry)
         self.step_time = Histogram("baton_step_seconds", "One engine step", buckets=_TOKEN_S, registry=registry)
         self.step_tokens = Histogram(

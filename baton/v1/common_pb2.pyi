@@ -476,6 +476,8 @@ class WorkerStatus(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique name of the worker, stable over restarts."""
     incarnation: _builtins.str
@@ -498,6 +500,10 @@ class WorkerStatus(_message.Message):
     """Tokens in a KV block."""
     heartbeat_age_s: _builtins.float
     """Age of the last heartbeat, in seconds. 0 from the worker itself."""
+    device: _builtins.str
+    """Where the worker computes: `cpu`, `cuda`, `cuda:1`."""
+    attention: _builtins.str
+    """What computes attention there: `native`, `flashinfer` or `torch`."""
     @_builtins.property
     def fingerprint(self) -> Global___ModelFingerprint:
         """What the worker runs."""
@@ -517,10 +523,12 @@ class WorkerStatus(_message.Message):
         num_blocks: _builtins.int = ...,
         block_size_tokens: _builtins.int = ...,
         heartbeat_age_s: _builtins.float = ...,
+        device: _builtins.str = ...,
+        attention: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size_tokens", b"block_size_tokens", "fingerprint", b"fingerprint", "heartbeat_age_s", b"heartbeat_age_s", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attention", b"attention", "block_size_tokens", b"block_size_tokens", "device", b"device", "fingerprint", b"fingerprint", "heartbeat_age_s", b"heartbeat_age_s", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,8 @@ class WorkerDescription:
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
             num_used_blocks=stats.num_used_blocks,
+            device=self.facts.device,
+            attention=self.facts.attention,
         )
 
     def status(self, state: WorkerState, stats: EngineStats) -> common_pb2.WorkerStatus:
@@ -80,4 +82,6 @@ class WorkerDescription:
             num_used_blocks=stats.num_used_blocks,
             num_blocks=self.facts.num_blocks,
             block_size_tokens=self.facts.layout.block_size,
+            device=self.facts.device,
+            attention=self.facts.attention,
         )

@@ -10,10 +10,18 @@ from baton.worker.engine_loop import Preemptions
 if TYPE_CHECKING:
     from baton.telemetry.instruments import WorkerInstruments
     from baton.worker.engine_loop import EventBatch
+    from baton.worker.start_up import EngineFacts
 
 
 class LoadMetrics:
     """Keeps occupancy and step metrics up to date."""
+
+    @classmethod
+    def of(cls, instruments: WorkerInstruments, facts: EngineFacts) -> LoadMetrics:
+        """Those of a ready engine, which tell what it computes with."""
+        model = facts.fingerprint
+        instruments.engine.labels(facts.device, model.dtype, model.quantization, facts.attention).set(1)
+        return cls(instruments, facts.num_blocks)
 
     def __init__(self, instruments: WorkerInstruments, num_blocks: int) -> None:
         self._instruments = instruments

@@ -41,7 +41,7 @@ RANK_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What a server process knows of its engine once that is ready."""
+    """What a server process knows of its engine once that is ready. `attention` names what computes it on `device`."""
 
     fingerprint: ModelFingerprint
     layout: KVLayout
@@ -49,6 +49,8 @@ class EngineFacts:
     vocab_size: int
     max_context_tokens: int
     takes_structure: bool
+    device: str
+    attention: str
 
     @property
     def capacity_tokens(self) -> int:
@@ -139,6 +141,8 @@ def load(
         vocab_size=executor.vocab_size,
         max_context_tokens=_max_context_tokens(model, executor.max_context_tokens),
         takes_structure=structures is not None,
+        device=engine.device,
+        attention=executor.attention,
     )
     return Loaded(executor=executor, pool=pool, structures=structures, facts=facts)
 

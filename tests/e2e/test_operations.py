@@ -108,6 +108,8 @@ async def test_metrics_count_what_a_request_did(system: System) -> None:
     assert grown("gateway", "baton_prompt_tokens_total") == prompt_tokens
     assert grown("prefill_worker", "baton_prompt_tokens_total") == prompt_tokens
     assert grown("decode_worker", "baton_generation_tokens_total") == 5
+    for component in ("prefill_worker", "decode_worker"):
+        assert after[component]["baton_engine_info"] == 1
 
 
 async def test_a_conversation_goes_on_where_the_cache_ends_and_says_the_same_without_it(system: System) -> None:

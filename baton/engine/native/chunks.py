@@ -68,6 +68,8 @@ class ChunkKernels:
     own `num_threads - 1` helpers sleep between calls. StartupError without memory.
     """
 
+    name = "native"
+
     def __init__(self, config: DecoderConfig, library: Path, *, num_threads: int) -> None:
         self._num_threads = num_threads
         self._library = ctypes.CDLL(str(library))

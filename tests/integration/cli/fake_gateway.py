@@ -72,7 +72,13 @@ class RoteGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def GetStatus(self, request, context):
         worker = common_pb2.WorkerStatus(
-            worker_id="prefill-1", role=99, state=common_pb2.WORKER_STATE_READY, address=LONG_ADDRESS, num_blocks=1000
+            worker_id="prefill-1",
+            role=99,
+            state=common_pb2.WORKER_STATE_READY,
+            address=LONG_ADDRESS,
+            num_blocks=1000,
+            device="cuda:1",
+            attention="flashinfer",
         )
         queue = gateway_pb2.QueueStatus(queue_class="chat", num_waiting=3, max_waiting=256, max_waiting_tokens=4096)
         return gateway_pb2.GetStatusResponse(model="tiny", queues=[queue], workers=[worker], num_active=5)

@@ -234,6 +234,7 @@ async def test_status_shows_queues_workers_and_unknown_values(gateway):
     assert "0 of 1000" in out
     (worker,) = [line for line in out.splitlines() if LONG_ADDRESS in line]  # whole, in one line
     assert worker.startswith("prefill-1 ")
+    assert " cuda:1 (flashinfer) " in worker
     assert worker.rstrip().endswith("ago")
 
 

@@ -45,6 +45,7 @@ def test_it_says_what_it_is(executor: Executor) -> None:
     assert (executor.num_blocks, executor.layout.block_size) == (NUM_BLOCKS, 4)
     assert executor.vocab_size > 200
     assert executor.max_context_tokens >= 256
+    assert executor.attention in ("native", "torch", "scripted")
 
 
 def test_an_empty_plan_does_nothing(executor: Executor) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import StartupError
@@ -21,7 +22,10 @@ from baton.core.workers import WorkerRole
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory_limit import host_memory
 from baton.engine.model_config import DecoderConfig
+from baton.engine.native.build import compiler
+from baton.telemetry.instruments import WorkerInstruments
 from baton.worker import start_up
+from baton.worker.metrics import LoadMetrics
 from baton.worker.settings import WorkerSettings
 from baton.worker.start_up import Loaded, RankHost, load
 
@@ -46,6 +50,15 @@ def start(folder: Path, *, max_context_tokens: int | None = None, **engine: Any)
     model = ModelSettings(path=folder, max_context_tokens=max_context_tokens)
     settings = WorkerSettings(model=model, engine=EngineSettings(**fields))
     return load(WorkerRole.DECODE, settings, KVPool, ALONE)
+
+
+def test_an_engine_says_what_it_computes_with(folder: Path) -> None:
+    facts = start(folder).facts
+    assert (facts.device, facts.attention) == ("cpu", "torch" if compiler() is None else "native")
+    registry = CollectorRegistry()
+    LoadMetrics.of(WorkerInstruments(registry), facts)
+    labels = {"device": "cpu", "dtype": "float32", "quantization": "none", "attention": facts.attention}
+    assert registry.get_sample_value("baton_engine_info", labels) == 1
 
 
 def test_weights_that_differ_from_the_manifest_are_refused_by_name(folder: Path) -> None:
