@@ -13,6 +13,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define KEYS 128       /* a multiple of every BLOCK */
+#define AHEAD 16       /* positions whose keys and values are on their way from memory */
 #define QUERY_ROWS 192 /* at least one position's query heads, rounded up to whole strips */
 
 /* The structures below are mirrored by baton.engine.native.chunks. */
@@ -100,13 +101,25 @@ static const char *position_at(const struct attention *a, struct tile tile, size
            within * (size_t)a->position_bytes + tile.kv * dim_bytes;
 }
 
+/* Begins to read a position's key and value. */
+INLINE void fetch_position(const struct attention *a, struct tile tile, size_t position) {
+    const char *at = position_at(a, tile, position);
+    size_t bytes = (size_t)a->head_dim * element_bytes((int)a->cache_type);
+    for (size_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(at + i, 0, 2);
+        __builtin_prefetch(at + a->half_bytes + i, 0, 2);
+    }
+}
+
 /* Widens keys and values of positions `from` up to `to`, of the group that begins at `group`, into panels. */
 INLINE void take_keys(int type, const struct chunks *c, struct tile tile, size_t group, size_t from, size_t to,
                       struct scratch s) {
     const struct attention *a = c->attention;
     size_t dim = (size_t)a->head_dim, depth = c->depth;
+    size_t end = (size_t)tile.chunk->start + tile.first + tile.tokens;
     const char *rows[SIDE];
     for (size_t first = from / SIDE * SIDE; first < to; first += SIDE) {
+        for (size_t i = first + AHEAD; i < first + AHEAD + SIDE && i < end; i++) fetch_position(a, tile, i);
         for (size_t i = 0; i < SIDE; i++) { /* around them any will do: nobody looks at the scores */
             size_t position = first + i < from ? from : first + i < to ? first + i : to - 1;
             rows[i] = position_at(a, tile, position);

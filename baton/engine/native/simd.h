@@ -43,7 +43,25 @@ INLINE void store(float *to, vf value) { *(vf_any *)to = value; }
 /* Taking nothing away is free; adding a zero is not, since it would change a negative zero. */
 INLINE vf splat(float value) { return value - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
+/* pick(a > b, a, b) and pick(a < b, a, b): of numbers that are none, b. */
+INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
+INLINE vf smaller(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return pick(a < b, a, b);
+#endif
+}
 
 /* a * b + c, rounded once where the machine can. Left to the compiler, one expression would be rounded once in one
  * place and twice in another, and a row's bits would depend on the size of its batch: it is told to leave it. */
@@ -104,7 +122,7 @@ INLINE float max_lanes(vf value) {
 INLINE vf exponential(vf x) {
     const vf magic = splat(12582912.0f); /* adding it rounds to a whole number, kept in the low bits */
     x = larger(x, splat(-87.0f));
-    x = pick(x < 88.0f, x, splat(88.0f));
+    x = smaller(x, splat(88.0f));
     vf t = fused(x, splat(1.44269504088896341f), magic);
     vf n = t - magic;
     vf r = fused(n, splat(-0.693359375f), x);
