@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,30 @@ def busy_share(seconds: float = 1.0) -> float:
     time.sleep(seconds)
     busy, total = _cpu_ticks()
     return (busy - busy_before) / max(1, total - all_before)
+
+
+def tree_cpu_s() -> float:
+    """Processor seconds, in user and system mode, that this process and all below it have taken so far.
+
+    Those of a process that has ended are counted once its parent has waited for it.
+    """
+    taken: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # One that ends just now is none of ours, or its parent has it.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                # The name before it may hold anything, so what follows is counted from its end.
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+                # Its own time in both modes, and that of the children it has waited for.
+                taken[int(entry.name)] = sum(map(int, fields[11:15]))
+    ticks, tree = 0, [os.getpid()]
+    while tree:
+        process_id = tree.pop()
+        ticks += taken[process_id]
+        tree += children.get(process_id, [])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu_ticks() -> tuple[int, int]:

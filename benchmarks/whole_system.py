@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from benchmarks.load import LoadSummary, RequestFailedError, run_load, warm_up
-from benchmarks.machine import busy_share, describe_machine
+from benchmarks.machine import busy_share, describe_machine, tree_cpu_s
 from benchmarks.report import Figure, print_figures, print_table, write_json
 from benchmarks.systems.catalogue import BATON, BATON_INT8, LLAMA_CPP, TRANSFORMERS, VLLM
 from benchmarks.systems.system import CannotRunError
@@ -40,17 +40,26 @@ CHOICES = (*OURS, LLAMA_CPP, VLLM, TRANSFORMERS)
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one system did. `reason` says why it did not run, else it is None."""
+    """What one system did. `reason` says why it did not run, else it is None.
+
+    `cpu_s`: processor seconds of all its processes and of its clients during each load.
+    """
 
     name: str
     configuration: dict[str, Any] = field(default_factory=dict)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     busy_before: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
 
     def summary(self, load: str) -> LoadSummary | None:
         """Figures of one load; None when it did not run."""
         return LoadSummary.of(self.samples[load]) if load in self.samples else None
+
+    def cpu_ms_per_token(self, load: str) -> float | None:
+        """Processor time of one load for each token that came, in milliseconds; None when none did."""
+        num_tokens = sum(sample.num_tokens for sample in self.samples.get(load, ()))
+        return self.cpu_s[load] * 1000 / num_tokens if num_tokens else None
 
     def as_json(self) -> dict[str, Any]:
         """Configuration, summaries and every sample."""
@@ -58,6 +67,7 @@ class Outcome:
             "configuration": self.configuration,
             "not_runnable": self.reason,
             "busy_share_before": self.busy_before,
+            "cpu_s": self.cpu_s,
             "summaries": {load: asdict(LoadSummary.of(samples)) for load, samples in self.samples.items()},
             "samples": {load: [each.as_json() for each in samples] for load, samples in self.samples.items()},
         }
@@ -90,7 +100,9 @@ async def _run_loads(system: System, requests: Mapping[str, Sequence[Request]], 
     await warm_up(system.client, num_requests=4)
     for load, each in requests.items():
         outcome.busy_before[load] = await asyncio.to_thread(busy_share)
+        cpu_before_s = tree_cpu_s()
         outcome.samples[load] = await run_load(system.client, each)
+        outcome.cpu_s[load] = tree_cpu_s() - cpu_before_s
 
 
 def figures_of(outcomes: Sequence[Outcome], load_names: Sequence[str]) -> list[Figure]:
@@ -119,6 +131,17 @@ def figures_of(outcomes: Sequence[Outcome], load_names: Sequence[str]) -> list[F
                         note=baton.reason or peer.reason or _failures(theirs),
                     )
                 )
+            figures.append(
+                Figure(
+                    name=f"{prefix}{load}_cpu_ms_per_token",
+                    value=baton.cpu_ms_per_token(load),
+                    unit="ms",
+                    n=0 if ours is None else ours.num_complete,
+                    peer=peer.name,
+                    peer_value=peer.cpu_ms_per_token(load),
+                    note=baton.reason or peer.reason or _failures(theirs),
+                )
+            )
     return figures
 
 
@@ -133,7 +156,7 @@ def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str
         for outcome in outcomes:
             summary = outcome.summary(load)
             if summary is None:
-                rows.append((load, outcome.name, *[""] * 9, outcome.reason or "not run"))
+                rows.append((load, outcome.name, *[""] * 10, outcome.reason or "not run"))
                 continue
             figures = (
                 summary.ttft_p50_s,
@@ -145,8 +168,9 @@ def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str
             cost = summary.cost_per_million_tokens(hour_price)
             counts = (f"{summary.num_complete}", f"{summary.output_tokens_per_s:.1f}", f"{cost:.2f}")
             failed = f"{summary.num_failed} failed" if summary.num_failed else ""
-            busy = f"{outcome.busy_before[load]:.0%}"
-            rows.append((load, outcome.name, *counts, *[f"{each:.3f}" for each in figures], busy, failed))
+            cpu = outcome.cpu_ms_per_token(load)
+            rest = ("" if cpu is None else f"{cpu:.1f}", f"{outcome.busy_before[load]:.0%}", failed)
+            rows.append((load, outcome.name, *counts, *[f"{each:.3f}" for each in figures], *rest))
     headings = (
         "",
         "system",
@@ -158,6 +182,7 @@ def show(console: Console, outcomes: Sequence[Outcome], load_names: Sequence[str
         "TPOT p50",
         "gap p50",
         "gap p99",
+        "CPU ms/token",
         "busy before",
         "",
     )
