@@ -10,6 +10,11 @@ from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
 from kv_transfer.settings import ReaderHandoverSettings
 
 
+def name_after_host() -> str:
+    """A name that is unique where a host has one decode worker."""
+    return f"decode-{host_name()}"
+
+
 class DecodeWorkerSettings(WorkerSettings):
     """A worker that takes KV caches over and generates in one continuous batch."""
 
@@ -17,7 +22,7 @@ class DecodeWorkerSettings(WorkerSettings):
 
     handover: ReaderHandoverSettings = ReaderHandoverSettings()
     worker_id: str = Field(
-        default_factory=lambda: f"decode-{host_name()}",
+        default_factory=name_after_host,
         pattern=WORKER_ID_PATTERN,
         description="Unique name, stable over restarts; default: decode-<host name>, so set it for two on one host; "
         "while a worker lives, another one of its name does not start",

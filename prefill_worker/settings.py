@@ -12,6 +12,11 @@ from kv_transfer.settings import HandoverSettings
 from prefill_worker.scheduler import PrefillLimits
 
 
+def name_after_host() -> str:
+    """A name that is unique where a host has one prefill worker."""
+    return f"prefill-{host_name()}"
+
+
 class PrefillWorkerSettings(WorkerSettings):
     """A worker that turns prompts into KV caches and first tokens."""
 
@@ -20,7 +25,7 @@ class PrefillWorkerSettings(WorkerSettings):
     lease: LeaseSettings = LeaseSettings()
     handover: HandoverSettings = HandoverSettings()
     worker_id: str = Field(
-        default_factory=lambda: f"prefill-{host_name()}",
+        default_factory=name_after_host,
         pattern=WORKER_ID_PATTERN,
         description="Unique name, stable over restarts; default: prefill-<host name>, so set it for two on one host; "
         "while a worker lives, another one of its name does not start",

@@ -7,6 +7,7 @@ import codecs
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,6 @@ FILE_WIDTH = 10_000
 
 app = typer.Typer(
     name="baton",
-    help="Serves large language models over gRPC, with prefill and decode in separate workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,6 +48,21 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"baton {version('baton-serving')}")
+        raise typer.Exit
+
+
+@app.callback()
+def baton(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Serves large language models over gRPC, with prefill and decode in separate workers."""
 
 
 @app.command()
