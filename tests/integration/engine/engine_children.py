@@ -51,8 +51,8 @@ def act(channel, command):
             for number in range(command.value):
                 channel.emit([Event(number)])
         case "wake":
-            threading.Timer(0.05, channel.wake).start()
             started = time.monotonic()
+            threading.Timer(0.05, channel.wake).start()
             channel.poll_commands(60)
             channel.emit([Event(time.monotonic() - started)])
         case "poll":

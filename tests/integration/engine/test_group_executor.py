@@ -86,7 +86,12 @@ def started(folder: Path) -> Iterator[tuple[GroupExecutor, KVPool]]:
 def rank_pids() -> list[int]:
     """The ranks that this process has, by their command lines."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"\0rank-" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in children:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if b"\0rank-" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def is_running(pid: int) -> bool:
@@ -180,7 +185,7 @@ def test_a_frozen_rank_is_the_end_after_its_time_and_holds_nothing_up(folder) ->
         step(executor, [(Sequence("a", [1, 2, 3], [0]), 9)])
     executor.close()
     assert not is_running(pid)
-    assert time.monotonic() - started_s < 2 * SHORT_TIMEOUT_S + 15
+    assert time.monotonic() - started_s < TIMEOUT_S
 
 
 def test_even_a_frozen_rank_ends_with_its_killed_parent(folder) -> None:
@@ -189,7 +194,7 @@ def test_even_a_frozen_rank_ends_with_its_killed_parent(folder) -> None:
         pid = int(parent.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while is_running(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

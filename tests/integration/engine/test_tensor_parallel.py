@@ -38,7 +38,7 @@ class Ranks:
         self._threads = ThreadPoolExecutor(size)
         self._memory = SharedMemory.create(HostGroup.num_bytes(size))
         self._shards = [Shard(rank, size) for rank in range(size)]
-        self._groups = [HostGroup(shard, self._memory, timeout_s=20) for shard in self._shards]
+        self._groups = [HostGroup(shard, self._memory, timeout_s=120) for shard in self._shards]
         self.each(lambda rank: self._groups[rank].join(1))
         self.models = [
             DecoderModel(

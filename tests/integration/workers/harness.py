@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 MODEL = "tiny"
 NAMESPACE = "workers-test"
-LEASE_S = 1.0
+# Short, for some tests wait for its end; long beside what a process on a busy machine may be kept from running.
+LEASE_S = 3.0
+# What hangs is given up after so long. Nothing takes that long, and no test is about how long it takes.
+WITHIN_S = 120.0
+# A window as small as that of a gateway: what the client's library takes in by itself is about 30 messages.
+SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 BLOCK_SIZE = 16
 MAX_CONTEXT = 4096
 VOCAB_SIZE = 211
@@ -134,7 +139,7 @@ class WorkerProcess:
         assert self._process
         self._process.terminate()
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = WITHIN_S) -> int:
         assert self._process
         return self._process.wait(timeout_s)
 
@@ -151,7 +156,7 @@ def stop_all(workers: Iterable[WorkerProcess]) -> None:
         worker.terminate()
     for worker in running:
         try:
-            worker.wait()
+            worker.wait(30)
         except subprocess.TimeoutExpired:
             worker.kill()
 
@@ -174,9 +179,9 @@ class GatewayProcess:
         self._log_path = folder / "gateway.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *flags: str) -> None:
         with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = subprocess.Popen([*self._command, *flags], stdout=log, stderr=log)
 
     @property
     def log(self) -> str:
@@ -215,11 +220,15 @@ class Pair:
         try:
             registry = WorkerRegistry(connection, keys)
             views = await _both_alive(registry, self)
+            decode_address = views[self.decode.worker_id].record.address
             async with (
                 grpc.aio.insecure_channel(views[self.prefill.worker_id].record.address) as to_prefill,
-                grpc.aio.insecure_channel(views[self.decode.worker_id].record.address) as to_decode,
+                grpc.aio.insecure_channel(decode_address) as to_decode,
+                grpc.aio.insecure_channel(decode_address, options=SMALL_WINDOW) as slowly_to_decode,
             ):
-                yield Client(registry, views, to_prefill, to_decode)
+                client = Client(registry, views, to_prefill, to_decode)
+                client.slow_decode = decode_pb2_grpc.DecodeServiceStub(slowly_to_decode)
+                yield client
         finally:
             await connection.close()
 
@@ -276,6 +285,8 @@ class Client:
         self.views = views
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(to_prefill)
         self.decode = decode_pb2_grpc.DecodeServiceStub(to_decode)
+        # Calls of it go no further than they are read.
+        self.slow_decode = self.decode
         self.channels = (to_prefill, to_decode)
         mine = next(iter(views.values())).record.fingerprint
         self.fingerprint = common_pb2.ModelFingerprint(model=mine.model, weights=mine.weights, tokenizer=mine.tokenizer)
@@ -339,18 +350,18 @@ class Client:
         decode = await self.decode.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest())
         return prefill.worker, decode.worker
 
-    async def eventually(self, holds: Callable[[], Any], *, within_s: float = 20.0) -> None:
+    async def eventually(self, holds: Callable[[], Any], *, within_s: float = WITHIN_S) -> None:
         """Waits for what has no event to wait for: the state of another process."""
         deadline_s = time.monotonic() + within_s
         while not await holds():
             assert time.monotonic() < deadline_s, [str(status) for status in await self.status()]
             await asyncio.sleep(0.02)
 
-    async def assert_all_free(self, *, within_s: float = 20.0) -> None:
+    async def assert_all_free(self) -> None:
         """Both workers come to rest with no block in use."""
 
         async def idle() -> bool:
             statuses = await self.status()
             return all(s.num_used_blocks + s.num_running + s.num_waiting == 0 for s in statuses)
 
-        await self.eventually(idle, within_s=within_s)
+        await self.eventually(idle)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.generation import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
-from tests.integration.workers.harness import BLOCK_SIZE, GREEDY
+from tests.integration.workers.harness import BLOCK_SIZE, GREEDY, WITHIN_S
 
 if TYPE_CHECKING:
     from tests.integration.workers.harness import Client, Pair
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 PROMPT = [(37 * index + index * index) % 200 + 5 for index in range(10 * BLOCK_SIZE + 5)]
 MAX_TOKENS = 24
 SEED = 1
+# A batch does not wait for whoever looks at it: then the look comes late, and is tried again.
+MAX_TRIES = 50
 
 
 def sampled(choice: int = 0) -> common_pb2.SamplingParams:
@@ -102,7 +104,7 @@ async def num_used(client: Client) -> tuple[int, int]:
 
 
 async def none_used(client: Client) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while await num_used(client) != (0, 0):
             await asyncio.sleep(0.02)
 
@@ -117,13 +119,16 @@ async def test_greedy_choices_are_all_what_one_alone_is_and_share_the_prompt(pai
                 nonlocal most_used
                 most_used = max(most_used, (await num_used(client))[1])
 
-        choices = Watched(client, "three", sampling=GREEDY)
-        assert await choices.run() == dict.fromkeys(range(3), expected)
-        assert set(choices.reasons.values()) == {common_pb2.FINISH_REASON_LENGTH}
-        assert choices.handover.num_bytes == 11 * 6 * 1024, "the prompt's eleven blocks, once"
         num_own = (len(PROMPT) + MAX_TOKENS - 2) // BLOCK_SIZE + 1 - len(PROMPT) // BLOCK_SIZE
+        for number in range(MAX_TRIES):
+            choices = Watched(client, f"three-{number}", sampling=GREEDY)
+            assert await choices.run() == dict.fromkeys(range(3), expected)
+            assert set(choices.reasons.values()) == {common_pb2.FINISH_REASON_LENGTH}
+            assert choices.handover.num_bytes == 11 * 6 * 1024, "the prompt's eleven blocks, once"
+            await none_used(client)
+            if most_used:  # else they had ended before anybody looked
+                break
         assert len(PROMPT) // BLOCK_SIZE < most_used <= len(PROMPT) // BLOCK_SIZE + 3 * num_own
-        await none_used(client)
 
 
 async def test_each_sampled_choice_is_what_its_seed_gives_alone_whatever_else_runs(pair: Pair) -> None:
@@ -150,6 +155,8 @@ async def test_a_choice_ends_by_itself_or_is_ended_and_the_others_go_on(pair: Pa
         stops += [each for each in expected[1][1:6] if each not in {*expected[0][:1], *expected[2]}][:1]
         assert len(stops) == 2, "another prompt would do"
 
+        many = {"num_choices": 4, "max_tokens": 200}
+
         class Ending(Choices):
             is_ended = False
 
@@ -159,16 +166,19 @@ async def test_a_choice_ends_by_itself_or_is_ended_and_the_others_go_on(pair: Pa
                     request = decode_pb2.EndChoiceRequest(attempt_id=self.attempt_id, choice=2)
                     await self.client.decode.EndChoice(request)
 
-        choices = Ending(client, "ending", sampling=sampled(), stop_token_ids=stops, num_choices=4, max_tokens=200)
-        tokens = await choices.run()
-        assert tokens[0] == expected[0][:1]
-        assert tokens[1] == expected[1][: expected[1].index(stops[1]) + 1]
-        assert tokens[2][:8] == expected[2][:8]
-        assert 8 <= len(tokens[2]) < 200
-        assert {choices.reasons[0], choices.reasons[1]} == {common_pb2.FINISH_REASON_STOP}
+        for number in range(MAX_TRIES):
+            choices = Ending(client, f"ending-{number}", sampling=sampled(), stop_token_ids=stops, **many)
+            tokens = await choices.run()
+            assert tokens[0] == expected[0][:1]
+            assert tokens[1] == expected[1][: expected[1].index(stops[1]) + 1]
+            assert tokens[2][:8] == expected[2][:8]
+            assert {choices.reasons[0], choices.reasons[1]} == {common_pb2.FINISH_REASON_STOP}
+            assert 3 in choices.reasons
+            await none_used(client)
+            if 2 not in choices.reasons:  # else it had ended by itself before it was told to
+                break
         assert 2 not in choices.reasons
-        assert 3 in choices.reasons
-        await none_used(client)
+        assert 8 <= len(tokens[2]) < 200
 
 
 async def test_a_cancelled_call_frees_all_choices(pair: Pair) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import contextlib
 import threading
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -32,13 +33,14 @@ from tests.integration.workers.test_slow_reader import is_parked, unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from tests.integration.workers.harness import Client, Pair
 
 PROMPTS = {f"a{index}": [3 + index, 1, 4, 1, 5] for index in range(6)}
 # The pool has 2,720 positions: three of them fit, six do not.
 NUM_TOKENS = 700
+# Six that are sent at once are there at once, unless something keeps the senders from running: then it is tried again.
+MAX_TRIES = 20
 LIMITS = ("--engine.kv_cache_bytes", "1MiB", "--engine.max_num_seqs", "8")
 
 
@@ -59,27 +61,35 @@ async def run_at_once(
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sockets.add(str(descriptor.readlink()))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    is_listening = "0A"
+    return {
+        int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == is_listening and f"socket:[{row[9]}]" in sockets
+    }
 
 
-def metrics(port: int) -> dict[str, float]:
+def metrics(pair: Pair, client: Client) -> dict[str, float]:
+    """What the decode worker counts; it has two ports."""
+    address = client.views[pair.decode.worker_id].record.address
+    [port] = listening_ports(pair.decode.pid) - {int(address.rpartition(":")[2])}
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
 
 
 @pytest.fixture(scope="module")
-def crowded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, int]]:
-    """Both workers running, and the port of the decode worker's metrics."""
-    port = free_port()
+def crowded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Both workers running."""
     with new_pair(tiny_model, tmp_path_factory.mktemp("logs")) as pair:
         start(pair.prefill)
-        pair.decode.start(*LIMITS, "--telemetry.metrics_port", str(port))
-        yield pair, port
+        pair.decode.start(*LIMITS, "--telemetry.metrics_port", "0")
+        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +106,14 @@ async def learn(client: Client, known: dict[str, list[int]]) -> None:
 
 
 async def test_sequences_that_gave_way_end_with_the_tokens_they_have_alone(crowded, known):
-    pair, port = crowded
-    async with pair.client() as client:
+    async with crowded.client() as client:
         await learn(client, known)
-        assert metrics(port).get('baton_preemptions_total{how="swap"}', 0) == 0
-        assert await run_at_once(client, "crowd", list(PROMPTS)) == known
-        seen = metrics(port)
+        assert metrics(crowded, client).get('baton_preemptions_total{how="swap"}', 0) == 0
+        for number in range(MAX_TRIES):
+            assert await run_at_once(client, f"crowd-{number}", list(PROMPTS)) == known
+            seen = metrics(crowded, client)
+            if seen.get('baton_preemptions_total{how="swap"}'):  # else some had ended before others began
+                break
         assert seen['baton_preemptions_total{how="swap"}'] >= 1
         assert seen['baton_preemptions_total{how="shed"}'] == 0
         assert seen['baton_swapped_blocks_total{way="out"}'] == seen['baton_swapped_blocks_total{way="in"}'] > 0
@@ -109,8 +121,7 @@ async def test_sequences_that_gave_way_end_with_the_tokens_they_have_alone(crowd
 
 
 async def test_a_slow_reader_gives_way_to_those_who_read_and_loses_nothing(crowded):
-    pair, _ = crowded
-    async with pair.client() as client:
+    async with crowded.client() as client:
         slow = (await client.generate("slow-alone", [3, 1, 4, 1, 5], max_tokens=1500)).tokens
         async with unread(client, "slow") as call:
             await client.eventually(lambda: is_parked(client))
@@ -126,13 +137,15 @@ async def test_a_slow_reader_gives_way_to_those_who_read_and_loses_nothing(crowd
 
 
 async def test_without_swap_space_some_are_refused_and_the_others_go_on(crowded, known):
-    pair, _ = crowded
-    pair.decode.stop()
-    pair.decode.start(*LIMITS, "--swap_bytes", "0")
-    async with pair.client() as client:
+    crowded.decode.stop()
+    crowded.decode.start(*LIMITS, "--swap_bytes", "0")
+    async with crowded.client() as client:
         await learn(client, known)
-        crowd = await run_at_once(client, "shed", list(PROMPTS), preferred=["a4", "a5"])
-        shed = [name for name in PROMPTS if isinstance(crowd[name], BaseException)]
+        for number in range(MAX_TRIES):
+            crowd = await run_at_once(client, f"shed-{number}", list(PROMPTS), preferred=["a4", "a5"])
+            shed = [name for name in PROMPTS if isinstance(crowd[name], BaseException)]
+            if shed:
+                break
         assert 1 <= len(shed) <= 3
         assert not {"a4", "a5"} & set(shed)
         for name in shed:

@@ -10,6 +10,7 @@ import pytest
 
 from baton.v1 import decode_pb2_grpc
 from tests.integration.workers.conftest import NUM_SEATS
+from tests.integration.workers.harness import SMALL_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 1500
-# A window as small as that of a gateway: what the client's library takes in by itself is about 30 messages.
-SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 
 
 @asynccontextmanager

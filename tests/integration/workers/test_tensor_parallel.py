@@ -106,6 +106,6 @@ async def test_a_dead_rank_is_the_end_of_its_worker_in_a_step_and_at_rest(pair, 
 async def test_what_cannot_be_divided_is_refused_in_one_line(redis, tiny_model, tmp_path, package):
     worker = WorkerProcess(package, "broken", redis.url, tiny_model, tmp_path)
     worker.start("--engine.tensor_parallel_size", "3")
-    assert await asyncio.to_thread(worker.wait, 60) == 1
+    assert await asyncio.to_thread(worker.wait) == 1
     (line,) = [line for line in worker.log.splitlines() if line.startswith(f"{package}: ")]
     assert "engine.tensor_parallel_size: 3 ranks cannot divide the 2 KV heads of this model, at most 2 can" in line

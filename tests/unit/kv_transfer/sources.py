@@ -44,7 +44,8 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype=
 PEER = PeerKey("prefill-1", "life-1")
 NUM_BLOCKS = 16
 NUM_SLOTS = 12
-TIMEOUT_S = 1.0
+# A busy machine may keep either side from going on for a while; who waits in vain does not wait for long.
+TIMEOUT_S, SHORT_TIMEOUT_S = 60.0, 1.0
 
 
 def describe(lease: Lease, *, address: str = "localhost:1") -> KVDescriptor:
@@ -65,13 +66,14 @@ def describe(lease: Lease, *, address: str = "localhost:1") -> KVDescriptor:
 class Source:
     """A source whose blocks hold noise.
 
-    `meanwhile(action)` has `action` called in the middle of every copy, on whichever thread makes it; `corrupt` damages
-    all that is sent from now on. Both None where nothing of ours takes part in the copy.
+    `open_reader` takes a time-out where `needs_source`. `meanwhile(action)` has `action` called in the middle of every
+    copy, on whichever thread makes it; `corrupt` damages all that is sent from now on. Both None where nothing of ours
+    takes part in the copy.
     """
 
     pool: KVPool
     leases: LeaseTable
-    open_reader: Callable[[], KVReader]
+    open_reader: Callable[..., KVReader]
     close: Callable[[], None]
     meanwhile: Callable[[Callable[[], None]], None]
     corrupt: Callable[[], None] | None = None
@@ -213,13 +215,13 @@ def grpc_source(*, max_message_bytes: int = 4 * 2**20) -> Iterator[Source]:
         address = stack.enter_context(serving(make_servicer))
         pool = PeerPool(peer=PEER, layout=LAYOUT, address=address, secret=secrets.mint(), handles=(GrpcHandle(),))
 
-        def open_reader() -> KVReader:
+        def open_reader(timeout_s: float = TIMEOUT_S) -> KVReader:
             return GrpcReader(
                 pool,
                 grpc.insecure_channel(address),
                 from_call,
                 max_message_bytes=max_message_bytes,
-                timeout_s=TIMEOUT_S,
+                timeout_s=timeout_s,
             )
 
         yield Source(
@@ -263,7 +265,7 @@ def gloo_source() -> Iterator[Source]:
         yield Source(
             pool,
             leases,
-            lambda: DistReader(peer_pool, source.handle, timeout_s=TIMEOUT_S),
+            lambda timeout_s=TIMEOUT_S: DistReader(peer_pool, source.handle, timeout_s=timeout_s),
             shm.close,
             actions.append,
             corrupt=corrupt,

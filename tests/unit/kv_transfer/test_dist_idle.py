@@ -21,7 +21,7 @@ def test_a_read_after_a_long_silence_makes_a_new_communicator(monkeypatch):
         reader.read(descriptor, into, [0, 1])
         for thread in threading.enumerate():
             if thread.name == "handover-sender":
-                thread.join(10)
+                thread.join(60)
                 assert not thread.is_alive()
         monkeypatch.setattr(dist_session, "READER_IDLE_S", 0.0)
         reader.read(descriptor, into, [5, 6])

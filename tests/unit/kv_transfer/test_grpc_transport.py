@@ -16,7 +16,7 @@ from baton.v1 import kv_transfer_pb2_grpc
 from kv_transfer import block_stream, grpc_reader
 from kv_transfer.errors import PeerGoneError, StaleLeaseError
 from kv_transfer.grpc_reader import GrpcReader
-from tests.unit.kv_transfer.sources import LAYOUT, NUM_BLOCKS, PEER, grpc_source
+from tests.unit.kv_transfer.sources import LAYOUT, NUM_BLOCKS, PEER, TIMEOUT_S, grpc_source
 
 
 @pytest.fixture
@@ -132,7 +132,9 @@ def test_another_pairs_lease_does_not_exist(source, reader, into):
 def test_a_source_that_cannot_be_reached_is_gone(source, into):
     descriptor = source.grant(1)
     pool = source.open_reader()._pool
-    reader = GrpcReader(pool, grpc.insecure_channel("127.0.0.1:1"), from_call, max_message_bytes=4096, timeout_s=1.0)
+    reader = GrpcReader(
+        pool, grpc.insecure_channel("127.0.0.1:1"), from_call, max_message_bytes=4096, timeout_s=TIMEOUT_S
+    )
     with pytest.raises(PeerGoneError):
         reader.read(descriptor, into, [0])
     reader.close()

@@ -114,14 +114,18 @@ def test_a_symbolic_link_is_neither_read_nor_followed_by_the_reaper(tmp_path):
     assert target.exists()
 
 
-def test_shared_memory_that_does_not_suffice_is_one_line_at_start_and_leaves_nothing():
-    before = set(SHM_DIRECTORY.iterdir())
+def test_shared_memory_that_does_not_suffice_is_one_line_at_start_and_leaves_nothing(monkeypatch):
+    made = []
+    create = segment._create_locked
+    monkeypatch.setattr(segment, "_create_locked", lambda directory: made.append(create(directory)) or made[-1])
     usage = os.statvfs(SHM_DIRECTORY)
     too_many = usage.f_blocks * usage.f_frsize // LAYOUT.block_bytes + 1
     with pytest.raises(StartupError, match=r"does not fit in /dev/shm .*kv_cache_bytes") as failure:
         Segment.create(replace(SPEC, num_blocks=too_many))
     assert "\n" not in str(failure.value)
-    assert {path for path in set(SHM_DIRECTORY.iterdir()) - before if path.name.startswith("baton-")} == set()
+    [(path, _)] = made
+    assert path.parent == SHM_DIRECTORY
+    assert not path.exists()
 
 
 def test_the_reaper_takes_what_has_no_owner_and_nothing_else(owner, tmp_path):
