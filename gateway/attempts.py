@@ -25,8 +25,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from baton.core.errors import ResourceExhaustedError, ServingError, UnavailableError
+from baton.core.errors import OutOfRangeError, ResourceExhaustedError, ServingError, UnavailableError
 from baton.core.ids import new_attempt_id
+from gateway.capacity import no_worker, refusal_of
 from gateway.losses import loss_of
 from gateway.worker_events import DecodeEnd, GrowingCache, PromptDone
 
@@ -176,9 +177,9 @@ class Attempts:
             # By now some worker may have the prompt.
             cached=self._deployment.prefixes.cached_tokens(self._course.prefix_names, queue.views),
         )
-        # As for a new request: one that no worker could hold would wait at the head of its class.
-        room = router.most_output_tokens(ticket.prompt_tokens, queue.views, num_choices=ticket.num_choices)
-        if router.has_pair(queue.views) and ticket.max_tokens > room:
+        # As for a new request, but that workers may come, the lost one's next life for one.
+        refusal = await refusal_of(ticket, queue, router, self._first.fingerprint.model)
+        if isinstance(refusal, OutOfRangeError):
             raise loss.error
         return await places.enter_async_context(queue.readmit(former, ticket))
 
@@ -276,12 +277,6 @@ class Attempts:
             if self._course.open_outputs(attempt):
                 raise
             return DecodeEnd(None)  # nothing was missing but the news that its blocks are free
-
-
-def no_worker(model: str, *, waited_s: float = 0.0) -> UnavailableError:
-    """No pair is there to serve a request, after a wait of `waited_s` if there was one."""
-    waited = f", and none came within {waited_s:g} s (queue_timeout_s)" if waited_s else ""
-    return UnavailableError(f"no pair of workers serves {model!r} now{waited}", reason="NO_WORKER")
 
 
 async def _release_prefill(call: PrefillCall, place: Place) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import get_current_span
 
-from baton.core.errors import DeadlineExceededError, OutOfRangeError
+from baton.core.errors import DeadlineExceededError
 from baton.core.ids import new_attempt_id, new_request_id
 from baton.core.workers import Ticket
 from baton.telemetry.tracing import (
@@ -28,7 +28,8 @@ from baton.telemetry.tracing import (
     USAGE_INPUT_TOKENS,
     USAGE_OUTPUT_TOKENS,
 )
-from gateway.attempts import Attempts, no_worker
+from gateway.attempts import Attempts
+from gateway.capacity import refusal_of
 from gateway.course import Course
 from gateway.events import Accepted, Delta, Finished, Usage
 from gateway.output import Output
@@ -38,14 +39,12 @@ from gateway.validation import ChatPrompt, TextPrompt
 from gateway.worker_calls import Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from opentelemetry.trace import Tracer
 
     from baton.coordination.place import Place
-    from baton.core.errors import ServingError
     from baton.core.generation import StopRule
-    from baton.core.workers import WorkerView
     from gateway.attempts import Deployment
     from gateway.caller import Caller
     from gateway.classes import QueueClass, QueueClasses
@@ -188,34 +187,10 @@ class Session:
 
     async def _require_workers(self, ticket: Ticket) -> None:
         """Refuses at once what no wait can serve: no pair of workers at all, or none that could ever hold it."""
-        queue = self._services.deployment.queue
-        if not queue.is_available:
-            return  # admission says so itself
-        if self._refusal(ticket, queue.views) is None:
-            return
-        # What was seen last may be a tick old: workers that came since are not refused.
-        refusal = self._refusal(ticket, await queue.workers())
+        deployment = self._services.deployment
+        refusal = await refusal_of(ticket, deployment.queue, deployment.router, self._services.model.name)
         if refusal is not None:
             raise refusal
-
-    def _refusal(self, ticket: Ticket, views: Sequence[WorkerView]) -> ServingError | None:
-        router = self._services.deployment.router
-        if not router.has_pair(views):
-            return no_worker(self._services.model.name)
-        most_choices = router.most_choices(views)
-        if ticket.num_choices > most_choices:
-            description = f"{ticket.num_choices} is over the {most_choices} that a worker generates at a time"
-            return OutOfRangeError("n", description, limit=most_choices)
-        room = router.most_output_tokens(ticket.prompt_tokens, views, num_choices=ticket.num_choices)
-        if ticket.max_tokens <= room:
-            return None
-        outputs = "" if ticket.num_choices == 1 else f" and {ticket.num_choices} outputs"
-        return OutOfRangeError(
-            "stop.max_tokens",
-            f"{ticket.max_tokens} is over the {room} for which the workers have memory after a prompt of"
-            f" {ticket.prompt_tokens} tokens{outputs}",
-            limit=room,
-        )
 
     def _accepted(self, ticket: Ticket, place: Place) -> Accepted:
         return Accepted(
