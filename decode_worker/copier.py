@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import InternalError, OutOfMemoryError, ServingError
 from baton.engine.out_of_memory import is_out_of_memory
-from decode_worker.engine_core import CopyDone
+from decode_worker.movers import CopyDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

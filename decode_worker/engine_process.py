@@ -18,7 +18,8 @@ from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.start_up import RankHost, load
 from decode_worker.copier import ThreadCopier
-from decode_worker.engine_core import DecodeCore, Rooms
+from decode_worker.engine_core import DecodeCore
+from decode_worker.movers import Rooms
 from decode_worker.swapper import ThreadSwapper
 from kv_transfer.readers import PeerReaders
 

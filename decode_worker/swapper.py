@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from decode_worker.engine_core import SwapDone
+from decode_worker.movers import SwapDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,9 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
 from baton.engine.torch_executor import TorchExecutor
 from baton.worker.engine_loop import EngineLoop
-from decode_worker.engine_core import CopyDone, DecodeCore, Rooms
+from decode_worker.engine_core import DecodeCore
 from decode_worker.messages import Accept, Token
+from decode_worker.movers import CopyDone, Rooms
 from decode_worker.swapper import ThreadSwapper
 from kv_transfer.descriptor import KVDescriptor
 from kv_transfer.swap import SwapSpace

@@ -18,8 +18,9 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.executor import ScriptedExecutor, scripted_token
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.messages import Cancel, Failed
-from decode_worker.engine_core import CopyDone, DecodeCore, Rooms
+from decode_worker.engine_core import DecodeCore
 from decode_worker.messages import Accept, Finished, ForgetPeer, Grow, HandedOver, OpenPeer, Park, Resume, Token
+from decode_worker.movers import CopyDone, Rooms
 from kv_transfer.descriptor import Growth, KVDescriptor, PeerKey, PeerPool, ShmHandle
 from kv_transfer.errors import StaleLeaseError
 from kv_transfer.transport import ReadResult

@@ -12,8 +12,9 @@ from baton.telemetry.instruments import WorkerInstruments
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.messages import Cancel, Failed
 from baton.worker.metrics import LoadMetrics
-from decode_worker.engine_core import DecodeCore, Rooms, SwapDone
+from decode_worker.engine_core import DecodeCore
 from decode_worker.messages import Finished, Token
+from decode_worker.movers import Rooms, SwapDone
 from tests.unit.decode_worker.test_engine_core import LAYOUT, HandCopier, accept
 
 NUM_BLOCKS = 6
