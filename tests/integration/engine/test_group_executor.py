@@ -61,6 +61,14 @@ def start(folder: Path, size: int = 2, *, timeout_s: float = TIMEOUT_S) -> tuple
         memory.close()
 
 
+def start_in_time(folder: Path, timeout_s: float) -> GroupExecutor:
+    """A group that waits so long for its ranks. On a busy machine they may be later than that: then another one."""
+    for _ in range(50):
+        with contextlib.suppress(EngineFaultError):
+            return start(folder, timeout_s=timeout_s)[0]
+    raise AssertionError("no group connects")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -177,7 +185,7 @@ def test_a_killed_rank_is_the_end_and_is_named(folder) -> None:
 
 def test_a_frozen_rank_is_the_end_after_its_time_and_holds_nothing_up(folder) -> None:
     others = set(rank_pids())
-    executor, _ = start(folder, timeout_s=SHORT_TIMEOUT_S)
+    executor = start_in_time(folder, SHORT_TIMEOUT_S)
     (pid,) = set(rank_pids()) - others
     os.kill(pid, signal.SIGSTOP)
     started_s = time.monotonic()

@@ -237,7 +237,8 @@ def grpc_source(*, max_message_bytes: int = 4 * 2**20) -> Iterator[Source]:
 
 
 @contextmanager
-def gloo_source() -> Iterator[Source]:
+def gloo_source(*, timeout_s: float = TIMEOUT_S) -> Iterator[Source]:
+    """`timeout_s` is the source's own."""
     shm = ShmPool.create(LAYOUT, NUM_BLOCKS, incarnation=PEER.incarnation, num_slots=NUM_SLOTS)
     leases = LeaseTable(shm.fences, ManualClock(), lease_s=5.0)
     secrets = PairSecrets(new_key())
@@ -249,7 +250,7 @@ def gloo_source() -> Iterator[Source]:
                 action()
             return super().is_live(lease)
 
-    place = DistPlace(host="127.0.0.1", advertised_host="127.0.0.1", timeout_s=TIMEOUT_S)
+    place = DistPlace(host="127.0.0.1", advertised_host="127.0.0.1", timeout_s=timeout_s)
     pool = _filled(shm.storage)
     source = HookedSource(Transport.GLOO, flat_blocks(pool.tensor), leases.find, secrets, place)
     peer_pool = PeerPool(peer=PEER, layout=LAYOUT, address="", secret=secrets.mint(), handles=(source.handle,))
