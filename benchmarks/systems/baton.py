@@ -13,6 +13,7 @@ import grpc
 
 from baton.cli.readiness import watch_grpc
 from baton.cli.topology import LOOPBACK, free_port
+from baton.core.launch import bound_to_this_process
 from baton.rpc.errors import from_call
 from baton.v1 import gateway_pb2, gateway_pb2_grpc
 from baton.v1.common_pb2 import SamplingParams, StopConditions, TokenIds
@@ -61,8 +62,10 @@ async def running_baton(name: str, model: Path, settings: Mapping[str, str]) -> 
     port = free_port(LOOPBACK)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "baton.cli", "up", "--model", str(model), "--port", str(port)),
+            # However this process ends, also by a signal: a system left running would spoil every later figure.
+            *bound_to_this_process(
+                [sys.executable, "-m", "baton.cli", "up", "--model", str(model), "--port", str(port)], signal.SIGTERM
+            ),
             env={**os.environ, **settings},
             stdout=output,
             stderr=output,
