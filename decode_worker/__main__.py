@@ -33,16 +33,17 @@ if TYPE_CHECKING:
     import asyncio
 
     from baton.engine.process import EngineProcess
+    from baton.engine.rank_hardware import RankHardware
     from baton.worker.engine_loop import EventBatch
     from baton.worker.start_up import EngineFacts
     from decode_worker.messages import DecodeCommand, DecodeEvent
 
 
-async def serve(settings: DecodeWorkerSettings, stop: asyncio.Event) -> None:
-    """Runs a decode worker until `stop` is set."""
+async def serve(settings: DecodeWorkerSettings, stop: asyncio.Event, hardware: RankHardware | None = None) -> None:
+    """Runs a decode worker until `stop` is set. `hardware`: as in `DecodeSpec`."""
     async with (
         WorkerHost.open(settings) as host,
-        host.engine(run_decode_engine, DecodeSpec(settings=settings), stop) as process,
+        host.engine(run_decode_engine, DecodeSpec(settings=settings, hardware=hardware), stop) as process,
     ):
         if process is not None:
             await _serve_ready(settings, host, process, stop)
@@ -73,7 +74,7 @@ async def _serve_ready(
         host_id=description.host_id,
         fingerprint=facts.fingerprint,
         layout=facts.layout,
-        transports=choice.usable(settings.handover.enabled, settings.engine.device),
+        transports=choice.usable(settings.handover.enabled, _filled_memory(settings)),
         converts_dtype=description.converts_dtype,
     )
     channels = ChannelPool(max_message_bytes=settings.server.max_message_bytes, tracer=host.tracer)
@@ -95,6 +96,11 @@ async def _serve_ready(
             await life.run(description, stop)
     finally:
         await channels.close()
+
+
+def _filled_memory(settings: DecodeWorkerSettings) -> str:
+    """Where readers put what they read: several ranks take it from host memory."""
+    return settings.engine.device if settings.engine.tensor_parallel_size == 1 else "cpu"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The source's side of the `grpc` transport, in the prefill worker's server process. Knows no torch.
 
 The server process maps its own engine's segment read-only and reads the blocks itself, so a pull never waits for a
-step. It looks at the fence as any reader of the segment does. A pool in device memory has no such mapping: there the
-transport is not offered.
+step. It looks at the fence as any reader of the segment does. Of a pool in device memory it maps the host copy; where
+there is none the transport is not offered.
 """
 
 from __future__ import annotations

@@ -9,20 +9,19 @@ from kv_transfer.descriptor import PoolHandle, Transport
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-CHEAPEST_FIRST = (Transport.CUDA_IPC, Transport.SHM, Transport.NCCL, Transport.GLOO, Transport.GRPC)
-"""No copy but the one into the reader's pool; then a network of the devices' own; then whatever carries gRPC."""
-
 _ONE_HOST = frozenset({Transport.CUDA_IPC, Transport.SHM})
-_FITS = {
-    "cuda": frozenset({Transport.CUDA_IPC, Transport.NCCL, Transport.GRPC}),
-    "cpu": frozenset({Transport.SHM, Transport.GLOO, Transport.GRPC}),
+# No copy but the one into the reader's pool; then a network of the devices' own; then what passes through host memory,
+# on one host, and by whatever network there is.
+_CHEAPEST_FIRST = {
+    "cuda": (Transport.CUDA_IPC, Transport.NCCL, Transport.SHM, Transport.GLOO, Transport.GRPC),
+    "cpu": (Transport.SHM, Transport.GLOO, Transport.GRPC),
 }
 
 
 def usable(enabled: Iterable[Transport], device: str) -> tuple[Transport, ...]:
-    """What of the enabled ways a pool on `device` (`cpu`, `cuda` or `cuda:N`) can take part in, in order of cost."""
-    possible = _FITS[device.partition(":")[0]] & set(enabled)
-    return tuple(transport for transport in CHEAPEST_FIRST if transport in possible)
+    """Of the enabled ways those by which memory on `device` (`cpu`, `cuda`, `cuda:N`) can be filled, cheapest first."""
+    enabled = set(enabled)
+    return tuple(transport for transport in _CHEAPEST_FIRST[device.partition(":")[0]] if transport in enabled)
 
 
 def common_handles(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from baton.core.model import KVLayout
+    from baton.engine.block_runs import CopyRun
     from kv_transfer.descriptor import PeerPool
-    from kv_transfer.destination import CopyRun
     from kv_transfer.lease import FenceTable
 
 _log = logging.getLogger(__name__)

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton.core.errors import InvalidArgumentError
+from baton.engine.block_runs import copy_runs
 from baton.engine.kv_pool import TORCH_DTYPES
 from kv_transfer.errors import PoolMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from baton.core.model import KVLayout
+    from baton.engine.block_runs import CopyRun
     from baton.engine.kv_pool import KVPool
     from kv_transfer.descriptor import KVDescriptor, PeerKey
 
     Move = Callable[[int, int, int], object]
     """Copies as `ctypes.memmove(to, from, bytes)` does; the two never overlap here."""
-
-
-class CopyRun(NamedTuple):
-    """Blocks that follow each other on both sides."""
-
-    source: int
-    destination: int
-    length: int
-
-
-def copy_runs(source_ids: Sequence[int], destination_ids: Sequence[int]) -> Iterator[CopyRun]:
-    """Splits a block-by-block copy into as few runs as there can be, in order."""
-    start = 0
-    for end in range(1, len(source_ids) + 1):
-        length = end - start
-        if (
-            end == len(source_ids)
-            or source_ids[end] != source_ids[start] + length
-            or destination_ids[end] != destination_ids[start] + length
-        ):
-            yield CopyRun(source_ids[start], destination_ids[start], length)
-            start = end
 
 
 def copy_on_cpu(

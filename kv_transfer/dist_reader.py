@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from baton.engine.block_runs import copy_runs
 from kv_transfer.descriptor import Transport
-from kv_transfer.destination import Destination, copy_runs, require_readable
+from kv_transfer.destination import Destination, require_readable
 from kv_transfer.dist_link import Link, checksum, pieces_of
 from kv_transfer.dist_session import DistSession
 from kv_transfer.errors import ChecksumError, NoTransportError, PeerGoneError, StaleLeaseError, TransferFailedError
@@ -28,7 +29,8 @@ _MAX_MESSAGES_UNDER_WAY = 2
 class DistReader:
     """A `KVReader` over torch.distributed. Thread-safe: a pair has one communicator, so reads take turns.
 
-    Where blocks lie alike on both sides they are received right into the reader's pool. A read that failed has cost
+    Where blocks lie alike on both sides they are received right into the reader's pool, but by gloo only if that is in
+    host memory. A read that failed has cost
     the session; the next one begins another. TransferFailedError from the constructor when there is no source.
     """
 
@@ -44,7 +46,7 @@ class DistReader:
     def read(self, descriptor: KVDescriptor, into: KVPool, block_ids: Sequence[int]) -> ReadResult:
         """See `KVReader.read`. TransferFailedError when the source stalls or breaks off, ChecksumError on damage."""
         started_s = time.perf_counter()
-        if into.device.type != self._device_type:
+        if self._device_type == "cuda" and into.device.type != "cuda":
             raise NoTransportError(f"{self._handle.transport.value} does not reach a pool on {into.device}")
         require_readable(descriptor, self._pool.peer, self._pool.layout)
         destination = Destination(into, block_ids, self._pool.layout, descriptor.num_tokens)
@@ -106,8 +108,8 @@ class DistReader:
             work, first, buffer = under_way.popleft()
             link.finish(work)
             checksums.append(checksum(buffer))
-            if not destination.is_alike:
-                destination.convert(first, buffer.view(-1, self._pool.layout.block_bytes))
+            if not self._is_direct(destination):
+                destination.put(first, buffer.view(-1, self._pool.layout.block_bytes))
 
         for first, count in pieces:
             buffer = self._buffer(destination, first, count)
@@ -119,11 +121,15 @@ class DistReader:
         return checksums
 
     def _buffer(self, destination: Destination, first: int, count: int) -> torch.Tensor:
-        if destination.is_alike:
+        if self._is_direct(destination):
             start = destination.block_ids[first]
             return destination.blocks[start : start + count].view(-1)
         size = count * self._pool.layout.block_bytes
-        return torch.empty(size, dtype=torch.uint8, device=destination.device)
+        device = "cpu" if self._device_type == "cpu" else destination.device
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _is_direct(self, destination: Destination) -> bool:
+        return destination.is_alike and destination.device.type == self._device_type
 
     def _require_open(self) -> None:
         if self._closed:

@@ -12,7 +12,8 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from baton.core.errors import InvalidArgumentError
-from kv_transfer.destination import Destination, copy_runs, require_readable
+from baton.engine.block_runs import copy_runs
+from kv_transfer.destination import Destination, require_readable
 from kv_transfer.errors import NoTransportError, PeerGoneError, StaleLeaseError
 from kv_transfer.transport import ReadResult
 
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from baton.core.model import KVLayout
+    from baton.engine.block_runs import CopyRun
     from baton.engine.kv_pool import KVPool
     from kv_transfer.descriptor import KVDescriptor, PeerKey
-    from kv_transfer.destination import CopyRun
 
 PIECE_BYTES = 256 * 2**20
 """What is copied between two looks at the fence, or up to twice that, and what `close` waits for: some tens of
@@ -34,8 +35,12 @@ So much, because where there is no compiler for `NativeMove` a long copy in one 
 that depends on the caches, at most three quarters of 256 MiB on the machines that were looked at, the C library's copy
 writes around them."""
 
-CONVERTED_PIECE_BYTES = 4 * 2**20
-"""The same for blocks that go through a buffer to be laid out anew."""
+BUFFERED_PIECE_BYTES = 4 * 2**20
+"""The same for blocks that go through a buffer, to be laid out anew or on their way to a device."""
+
+
+# Host memory fills a pool on a device too, by way of a buffer.
+_THROUGH = {"cpu": "cuda"}
 
 
 class FencedMemory(Protocol):
@@ -91,7 +96,7 @@ class FencedReader:
     def read(self, descriptor: KVDescriptor, into: KVPool, block_ids: Sequence[int]) -> ReadResult:
         """See `KVReader.read`."""
         started_s = time.perf_counter()
-        if into.device.type != self._device_type:
+        if into.device.type not in (self._device_type, _THROUGH.get(self._device_type)):
             raise NoTransportError(
                 f"{self._memory.name} is read into {self._device_type} memory, this pool is on {into.device}"
             )
@@ -135,16 +140,17 @@ class FencedReader:
 
     def _piece_blocks(self, destination: Destination, num_blocks: int) -> int:
         """Cuts evenly, so that no small rest is left: the pieces have up to twice the size that they are to have."""
-        piece_bytes = PIECE_BYTES if destination.is_alike else CONVERTED_PIECE_BYTES
+        is_direct = destination.is_alike and destination.device.type == self._device_type
+        piece_bytes = PIECE_BYTES if is_direct else BUFFERED_PIECE_BYTES
         num_pieces = max(1, min(num_blocks, num_blocks * self._layout.block_bytes // piece_bytes))
         return -(-num_blocks // num_pieces)
 
     def _copy(self, destination: Destination, first: int, source_ids: Sequence[int]) -> None:
-        if destination.is_alike:
+        if destination.is_alike and destination.device.type == self._device_type:
             ids = destination.block_ids[first : first + len(source_ids)]
             self._memory.copy(destination.blocks, copy_runs(source_ids, ids))
         else:
-            destination.convert(first, self._memory.gather(source_ids))
+            destination.put(first, self._memory.gather(source_ids))
 
     def _require_fence(self, descriptor: KVDescriptor) -> None:
         if self._memory.fence(descriptor.lease_slot) != descriptor.generation:

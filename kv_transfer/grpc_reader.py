@@ -18,9 +18,10 @@ import grpc
 import torch
 
 from baton.core.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from baton.engine.block_runs import copy_runs
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kv_transfer.descriptor import Transport
-from kv_transfer.destination import Destination, copy_runs, require_readable
+from kv_transfer.destination import Destination, require_readable
 from kv_transfer.errors import ChecksumError, PeerGoneError, StaleLeaseError, TransferFailedError
 from kv_transfer.transport import ReadResult
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_transfer.destination import CopyRun, copy_on_cpu
+from kv_transfer.destination import copy_on_cpu
 from kv_transfer.fenced import FencedReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.core.model import KVLayout
+    from baton.engine.block_runs import CopyRun
     from kv_transfer.descriptor import PeerKey
     from kv_transfer.lease import FenceTable
     from kv_transfer.transport import KVReader

@@ -35,6 +35,16 @@ class HandoverSettings(Section):
         return frozenset(Transport(name) for name in self.transports)
 
 
+class SourceHandoverSettings(HandoverSettings):
+    """How a prefill worker hands KV caches over."""
+
+    host_copy: bool = Field(
+        default=False,
+        description="Keep a copy of a KV pool in device memory in host memory, as large as the pool, so that it can be"
+        " read over shm, gloo and grpc too. Several ranks on CUDA always do",
+    )
+
+
 class ReaderHandoverSettings(HandoverSettings):
     """How a decode worker takes KV caches over."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.engine.host_memory import SharedMemory
-from kv_transfer.destination import CopyRun, copy_on_cpu
+from kv_transfer.destination import copy_on_cpu
 from kv_transfer.fenced import FencedReader
 from kv_transfer.segment import Segment, SegmentSpec, SegmentView, reap_stale_segments
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from baton.core.model import KVLayout
+    from baton.engine.block_runs import CopyRun
     from kv_transfer.descriptor import PeerPool, ShmHandle
     from kv_transfer.destination import Move
     from kv_transfer.lease import FenceTable

@@ -6,12 +6,11 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_transfer import choice
 from kv_transfer.descriptor import Transport
 from kv_transfer.shm import ShmPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
     import torch
@@ -45,53 +44,75 @@ class DistPlace:
 
 
 class SourcePool:
-    """The memory, in device or shared memory, and the senders that were started for it."""
+    """The memory that readers see, and the senders that were started for it.
 
-    def __init__(self, backing: ShmPool | CudaIpcPool, spec: SegmentSpec, device: str) -> None:
-        self._backing = backing
+    `device` is a pool in device memory. `host` is in shared memory: the pool itself, or the host copy of one in device
+    memory, or of those that several ranks have.
+    """
+
+    def __init__(self, spec: SegmentSpec, *, device: CudaIpcPool | None = None, host: ShmPool | None = None) -> None:
+        assert device is not None or host is not None, "a source without memory"
         self._spec = spec
         self._device = device
+        self._host = host
         self._senders: list[DistSource] = []
 
     @classmethod
-    def create(cls, spec: SegmentSpec, device: str) -> Self:
-        """Allocates the pool where the engine computes; StartupError when it does not fit."""
-        if device.startswith("cuda"):
-            from kv_transfer.cuda_ipc import CudaIpcPool
+    def create(cls, spec: SegmentSpec, device: str, *, host_copy: bool = False) -> Self:
+        """Allocates the pool on `device`, and its host copy if there is to be one beside it; StartupError: no room.
 
-            return cls(CudaIpcPool.create(spec, device), spec, device)
-        backing = ShmPool.create(spec.layout, spec.num_blocks, incarnation=spec.incarnation, num_slots=spec.num_slots)
-        return cls(backing, spec, device)
+        Ranks that have pools of their own need `cpu` alone: it is their host copy then.
+        """
+        if device == "cpu":
+            return cls(spec, host=_shared(spec))
+        from kv_transfer.cuda_ipc import CudaIpcPool
+
+        host = _shared(spec) if host_copy else None
+        try:
+            return cls(spec, device=CudaIpcPool.create(spec, device), host=host)
+        except BaseException:
+            if host is not None:
+                host.close()
+            raise
 
     @property
     def storage(self) -> torch.Tensor:
-        """The blocks: flat uint8, for `KVPool(layout, num_blocks, storage)`."""
-        return self._backing.storage
+        """The pool's blocks: flat uint8, for `KVPool(layout, num_blocks, storage)`."""
+        pool = self._device or self._host
+        assert pool is not None, "a source without memory"
+        return pool.storage
+
+    @property
+    def host_copy(self) -> torch.Tensor | None:
+        """The blocks of the copy of a pool in device memory, if it has one: as `storage`."""
+        return None if self._device is None or self._host is None else self._host.storage
 
     def share(self) -> SharedMemory | None:
-        """The same memory for child processes, to be closed by the caller; None for device memory."""
-        return self._backing.share() if isinstance(self._backing, ShmPool) else None
+        """The shared memory for child processes, to be closed by the caller; None where there is none."""
+        return None if self._host is None else self._host.share()
 
     @property
     def fences(self) -> FenceTable:
         """The fence words, for the `LeaseTable`."""
-        return self._backing.fences
+        tables = [each.fences for each in (self._device, self._host) if each is not None]
+        return tables[0] if len(tables) == 1 else _Fences(tables)
 
     @property
     def handles(self) -> tuple[PoolHandle, ...]:
         """The ways that there are so far."""
-        memory = () if self._backing.handle is None else (self._backing.handle,)
+        memory = [each.handle for each in (self._device, self._host) if each is not None and each.handle is not None]
         return (*memory, *(sender.handle for sender in self._senders))
 
     def start_senders(
         self, enabled: Iterable[Transport], leases: LeaseTable, secrets: PairSecrets, place: DistPlace
     ) -> None:
-        """Starts what sends over torch.distributed, if that is enabled and fits the pool's device."""
-        for transport in choice.usable(enabled, self._device):
-            if transport in (Transport.NCCL, Transport.GLOO):
+        """Starts what sends over torch.distributed, if that is enabled and there is memory that it can send from."""
+        enabled = set(enabled)
+        for transport, memory in ((Transport.NCCL, self._device), (Transport.GLOO, self._host)):
+            if transport in enabled and memory is not None:
                 from kv_transfer.dist_source import DistSource
 
-                blocks = self.storage.view(self._spec.num_blocks, -1)
+                blocks = memory.storage.view(self._spec.num_blocks, -1)
                 self._senders.append(DistSource(transport, blocks, leases.find, secrets, place))
 
     def close(self) -> None:
@@ -99,4 +120,22 @@ class SourcePool:
         for sender in self._senders:
             sender.close()
         self._senders.clear()
-        self._backing.close()
+        for memory in (self._device, self._host):
+            if memory is not None:
+                memory.close()
+
+
+class _Fences:
+    """Several tables with the same words: whichever a reader looks at, it sees the lease end before its blocks go."""
+
+    def __init__(self, tables: Sequence[FenceTable]) -> None:
+        self._tables = tables
+        self.num_slots = min(table.num_slots for table in tables)
+
+    def store(self, slot: int, word: int) -> None:
+        for table in self._tables:
+            table.store(slot, word)
+
+
+def _shared(spec: SegmentSpec) -> ShmPool:
+    return ShmPool.create(spec.layout, spec.num_blocks, incarnation=spec.incarnation, num_slots=spec.num_slots)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core.errors import StartupError
+from baton.engine.block_runs import copy_runs
 from baton.engine.host_memory import allocate
-from kv_transfer.destination import copy_on_cpu, copy_runs, flat_blocks
+from kv_transfer.destination import copy_on_cpu, flat_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,15 +32,16 @@ if TYPE_CHECKING:
     import asyncio
 
     from baton.engine.process import EngineProcess
+    from baton.engine.rank_hardware import RankHardware
     from baton.worker.engine_loop import EventBatch
     from kv_transfer.descriptor import PoolHandle
     from prefill_worker.messages import PrefillCommand, PrefillEvent
 
 
-async def serve(settings: PrefillWorkerSettings, stop: asyncio.Event) -> None:
-    """Runs a prefill worker until `stop` is set."""
+async def serve(settings: PrefillWorkerSettings, stop: asyncio.Event, hardware: RankHardware | None = None) -> None:
+    """Runs a prefill worker until `stop` is set. `hardware`: as in `PrefillSpec`."""
     async with WorkerHost.open(settings) as host:
-        spec = PrefillSpec(settings=settings, incarnation=host.incarnation, pair_key=new_key())
+        spec = PrefillSpec(settings=settings, incarnation=host.incarnation, pair_key=new_key(), hardware=hardware)
         try:
             async with host.engine(run_prefill_engine, spec, stop) as process:
                 if process is not None:

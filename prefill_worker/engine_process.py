@@ -10,6 +10,8 @@ from baton.core.clock import SystemClock
 from baton.core.prefixes import PrefixDigests
 from baton.core.workers import WorkerRole
 from baton.engine.block_pool import BlockPool
+from baton.engine.host_needs import HostNeeds
+from baton.engine.rank_hardware import ranks_on
 from baton.telemetry.logging import setup_logging
 from baton.worker.engine_loop import EngineLoop
 from baton.worker.start_up import RankHost, load
@@ -22,7 +24,8 @@ from prefill_worker.scheduler import PrefillScheduler
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
     from baton.engine.channel import ChildChannel
-    from baton.engine.kv_pool import KVPool
+    from baton.engine.host_copy import KVMemory
+    from baton.engine.rank_hardware import RankHardware
     from baton.worker.engine_loop import EventBatch
     from baton.worker.start_up import EngineFacts
     from kv_transfer.descriptor import PoolHandle
@@ -33,11 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec:
-    """What the engine process is started with. `pair_key` is what both processes check readers' secrets with."""
+    """What the engine process is started with. `pair_key` is what both processes check readers' secrets with.
+
+    `hardware` is that of several ranks where it is not what belongs to the device.
+    """
 
     settings: PrefillWorkerSettings
     incarnation: str
     pair_key: bytes = field(repr=False)
+    hardware: RankHardware | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +59,12 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
     """The engine process's whole life. However it ends, the segment is unlinked, but for SIGKILL: then by the next."""
     settings = spec.settings
     setup_logging(settings.telemetry, "prefill_engine")
-    pools: list[SourcePool] = []
+    num_ranks, device = settings.engine.tensor_parallel_size, settings.engine.device
+    hardware = spec.hardware or ranks_on(device)
+    sources: list[SourcePool] = []
 
-    def make_pool(layout: KVLayout, num_blocks: int) -> KVPool:
+    def make_memory(layout: KVLayout, num_blocks: int) -> KVMemory:
+        from baton.engine.host_copy import KVMemory
         from baton.engine.kv_pool import KVPool
         from kv_transfer.source import SourcePool
 
@@ -64,25 +74,33 @@ def run_prefill_engine(channel: ChildChannel[PrefillCommand, EventBatch], spec: 
             num_slots=settings.limits.max_num_seqs,
             incarnation=spec.incarnation,
         )
-        pool = SourcePool.create(segment, settings.engine.device)
-        pools.append(pool)
-        at_end.callback(pool.close)
-        shared = pool.share() if settings.engine.tensor_parallel_size > 1 else None
-        return KVPool(layout, num_blocks, storage=pool.storage, shared=shared)
+        place = "cpu" if num_ranks > 1 else device
+        source = SourcePool.create(segment, place, host_copy=settings.handover.host_copy)
+        sources.append(source)
+        at_end.callback(source.close)
+        pool = KVPool(layout, num_blocks, storage=source.storage, shared=source.share() if num_ranks > 1 else None)
+        if num_ranks > 1 and hardware.has_own_pools:
+            return KVMemory(pool=None, host=pool)
+        copy = source.host_copy
+        return KVMemory(pool=pool, host=None if copy is None else KVPool(layout, num_blocks, storage=copy))
 
     with ExitStack() as at_end:
-        loaded = load(WorkerRole.PREFILL, settings, make_pool, RankHost(watch=channel.watch, at_end=at_end))
+        host = RankHost(watch=channel.watch, at_end=at_end, hardware=hardware)
+        needed = HostNeeds(copies_pool=settings.handover.host_copy)
+        loaded = load(WorkerRole.PREFILL, settings, make_memory, host, needed=needed)
+        from baton.engine.host_copy import MirrorExecutor
         from kv_transfer.source import DistPlace  # like the other imports here it brings torch, which `load` times
 
-        (pool,) = pools
+        (source,) = sources
+        executor = loaded.executor if loaded.blocks is None else MirrorExecutor(loaded.executor, loaded.blocks)
         clock = SystemClock()
-        leases = LeaseTable(pool.fences, clock, lease_s=settings.lease.lease_s)
+        leases = LeaseTable(source.fences, clock, lease_s=settings.lease.lease_s)
         blocks = BlockPool(loaded.facts.num_blocks, loaded.facts.layout.block_size)
         digests = PrefixDigests(blocks.block_size) if settings.prefix_cache else None
         scheduler = PrefillScheduler(blocks, settings.limits, digests)
         core = PrefillCore(scheduler, leases, clock, loaded.structures)
         place = DistPlace.beside(settings.server, settings.handover.timeout_s)
-        pool.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
-        channel.ready(PrefillFacts(engine=loaded.facts, handles=pool.handles))
-        EngineLoop(core, loaded.executor, clock, interrupts=core).run(channel)
+        source.start_senders(settings.handover.enabled, leases, PairSecrets(spec.pair_key), place)
+        channel.ready(PrefillFacts(engine=loaded.facts, handles=source.handles))
+        EngineLoop(core, executor, clock, interrupts=core).run(channel)
         leases.end_all()

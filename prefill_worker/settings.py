@@ -8,7 +8,7 @@ from pydantic import Field
 
 from baton.core.settings import LeaseSettings
 from baton.worker.settings import WORKER_ID_PATTERN, WorkerSettings, host_name
-from kv_transfer.settings import HandoverSettings
+from kv_transfer.settings import SourceHandoverSettings
 from prefill_worker.scheduler import PrefillLimits
 
 
@@ -23,7 +23,7 @@ class PrefillWorkerSettings(WorkerSettings):
     class_name: ClassVar[str] = "prefill_worker"
 
     lease: LeaseSettings = LeaseSettings()
-    handover: HandoverSettings = HandoverSettings()
+    handover: SourceHandoverSettings = SourceHandoverSettings()
     worker_id: str = Field(
         default_factory=name_after_host,
         pattern=WORKER_ID_PATTERN,

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from baton.core.errors import StartupError
 from baton.core.workers import WorkerRole
-from baton.engine.memory_limit import MemoryLimit, has_device, memory_of
+from baton.engine.host_needs import HostNeeds
+from baton.engine.memory_limit import MemoryLimit, has_device, host_memory, memory_of_rank
 from baton.engine.memory_plan import MemoryPlan, WorkerNeeds, gib
 from baton.engine.precision import resolve_dtype
 from decode_worker.settings import DecodeWorkerSettings
@@ -47,8 +48,8 @@ class Deployment:
         """
         prefill, decode = PrefillWorkerSettings.load(flags), DecodeWorkerSettings.load(flags)
         return cls(
-            prefill=_plan(WorkerRole.PREFILL, prefill, memory, swap_bytes=0),
-            decode=_plan(WorkerRole.DECODE, decode, memory, swap_bytes=decode.swap_bytes),
+            prefill=_plan(WorkerRole.PREFILL, prefill, memory, HostNeeds(copies_pool=prefill.handover.host_copy)),
+            decode=_plan(WorkerRole.DECODE, decode, memory, HostNeeds(swap_bytes=decode.swap_bytes)),
         )
 
     @property
@@ -76,7 +77,8 @@ class Deployment:
             ]
         faults = [f"{plan.needs.role.value} worker: {fault}" for plan in self.plans for fault in plan.faults()]
         usable_bytes = self.prefill.memory.usable_bytes
-        if not faults and self.is_shared and self.total_bytes > usable_bytes:
+        is_too_much = sum(plan.total_bytes / plan.memory.usable_bytes for plan in self.plans) > 1
+        if not faults and self.is_shared and is_too_much:
             faults.append(
                 f"together: both workers take {gib(self.total_bytes)}, more than the {gib(usable_bytes)} of"
                 f" {self.prefill.memory.name}; each alone fits: lower engine.kv_cache_bytes or engine.memory_fraction,"
@@ -134,20 +136,23 @@ def plan_as_json(deployment: Deployment, lengths: Lengths) -> str:
     )
 
 
-def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None, *, swap_bytes: int) -> MemoryPlan:
+def _plan(role: WorkerRole, settings: WorkerSettings, memory: str | None, host: HostNeeds) -> MemoryPlan:
     engine = settings.engine
     on_cpu = engine.device == "cpu"
     if memory is None:
         if not on_cpu and not has_device(engine.device):
             raise StartupError(f"--memory: must be given, because engine.device {engine.device} is not here")
-        dtype, limit = resolve_dtype(engine.dtype, engine.device), memory_of(engine.device)
+        dtype = resolve_dtype(engine.dtype, engine.device)
+        limit = memory_of_rank(engine.device, engine.tensor_parallel_size)
+        here = host_memory()
     else:
         # The device need not be here: whatever has so much memory multiplies bfloat16.
         wants_resolution = on_cpu or engine.dtype != "auto"
         dtype = resolve_dtype(engine.dtype, "cpu") if wants_resolution else "bfloat16"
         size = _parse_size(memory)
         limit = MemoryLimit(total_bytes=size, usable_bytes=size, name="--memory", is_host=on_cpu)
-    return MemoryPlan.make(WorkerNeeds.read(role, settings.model, engine, dtype, swap_bytes=swap_bytes), limit)
+        here = None  # what the machine with that device has is not known
+    return MemoryPlan.make(WorkerNeeds.read(role, settings.model, engine, dtype, host), limit, here)
 
 
 def _parse_size(text: str) -> int:
@@ -159,6 +164,7 @@ def _parse_size(text: str) -> int:
 
 def _rows(deployment: Deployment, lengths: Lengths) -> list[tuple[str, ...]]:
     plans = deployment.plans
+    copies = [gib(plan.host_copy_bytes) for plan in plans]
     return [
         ("memory", *(gib(plan.memory.usable_bytes) for plan in plans)),
         ("weights", *(gib(plan.weight_bytes) for plan in plans)),
@@ -170,6 +176,7 @@ def _rows(deployment: Deployment, lengths: Lengths) -> list[tuple[str, ...]]:
         ("  blocks", *(str(plan.num_blocks) for plan in plans)),
         ("  tokens", *(str(plan.num_tokens) for plan in plans)),
         ("in all", *(gib(plan.total_bytes) for plan in plans)),
+        *([("host memory, for a copy of the KV pool", *copies)] if any(plan.host_copy_bytes for plan in plans) else []),
         (
             f"requests of {lengths.prompt_tokens} + {lengths.output_tokens} tokens at a time",
             *(str(plan.max_sequences(lengths.prompt_tokens, lengths.output_tokens)) for plan in plans),
@@ -218,6 +225,7 @@ def _worker_fields(plan: MemoryPlan, lengths: Lengths) -> dict[str, Any]:
         "step_bytes": plan.step_bytes,
         "process_bytes": plan.process_bytes,
         "swap_bytes": plan.swap_bytes,
+        "host_copy_bytes": plan.host_copy_bytes,
         "largest_kv_bytes": plan.largest_kv_bytes,
         "kv_bytes": plan.kv_bytes,
         "num_blocks": plan.num_blocks,

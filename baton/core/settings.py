@@ -162,8 +162,8 @@ class EngineSettings(Section):
         default=1,
         ge=1,
         le=64,
-        description="Processes that compute each step together, each with a part of the heads; cpu only, "
-        "and at most as many as the model has KV heads",
+        description="Processes that compute each step together, each with a part of the heads; at most "
+        "as many as the model has KV heads. On cuda each takes a device, from the first on",
     )
     num_threads: int = Field(
         default_factory=usable_cores,

@@ -2,54 +2,70 @@
 
 Scheduling, leases and sampling stay with rank 0. It tells the other ranks each step's plan, computes its own part, and
 has the logits of all. On a CPU all ranks have the same KV pool mapped, and each reads and writes its own heads in every
-block: whoever reads a block sees all of it, whatever the number of ranks.
+block: whoever reads a block sees all of it, whatever the number of ranks. On CUDA each has a pool of its own heads, and
+they have the host copy of all these pools mapped.
 """
 
 from __future__ import annotations
 
 from array import array
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from baton.core.errors import EngineFaultError, InternalError, OutOfMemoryError, ServingError
 from baton.engine.batch import BatchPlan, SequenceSlice, StepOutput
 from baton.engine.cores import CoreShare
-from baton.engine.host_group import HostGroup
+from baton.engine.host_copy import HostCopy
 from baton.engine.host_memory import SharedMemory
 from baton.engine.kv_pool import KVPool
-from baton.engine.nccl_group import NcclGroup
 from baton.engine.rank_group import GroupBrokenError
-from baton.engine.rank_process import GroupSpec, Join, RankSpec, Step
+from baton.engine.rank_process import GroupSpec, Join, Move, RankSpec, Step
 from baton.engine.rank_team import RankTeam
 from baton.engine.threads import use_threads
 from baton.engine.torch_executor import TorchExecutor, warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from baton.core.model import KVLayout
+    from baton.engine.block_moves import Way
     from baton.engine.rank_group import RankGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one rank has of its own. `blocks` moves its heads of each block, where it has a pool and a host copy."""
+
+    group: RankGroup
+    executor: TorchExecutor
+    blocks: HostCopy | None
+
+    def move(self, way: Way, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """See `BlockMover.move`."""
+        assert self.blocks is not None, "ranks without a host copy"
+        self.blocks.move(way, source_ids, target_ids)
 
 
 class GroupExecutor:
     """Implements `Executor` with a group of ranks, this process the first of them. Made by `start`, ended by `close`.
 
+    Ranks that have a host copy make it a `BlockMover` too.
+
     A step that fails on any rank fails on all; the group is then joined anew, and the next step can succeed. A rank
     that is gone, or does not answer, is the end of the engine.
     """
 
-    def __init__(self, layout: KVLayout, group: RankGroup, own: TorchExecutor, team: RankTeam) -> None:
+    def __init__(self, layout: KVLayout, own: Rank, team: RankTeam) -> None:
         self.layout = layout
-        self.num_blocks = own.num_blocks
-        self.vocab_size = own.vocab_size
-        self.attention = own.attention
-        self.max_context_tokens = own.max_context_tokens
+        self.num_blocks = own.executor.num_blocks
+        self.vocab_size = own.executor.vocab_size
+        self.attention = own.executor.attention
+        self.max_context_tokens = own.executor.max_context_tokens
         self.pidfds = team.pidfds
-        self._group = group
-        self._own = own
+        self._rank = own
+        self._group = own.group
+        self._own = own.executor
         self._team = team
         self._started = ExitStack()
         self._epoch = 0
@@ -62,15 +78,15 @@ class GroupExecutor:
         StartupError, in one line and with no process left, when a rank cannot start.
         """
         with ExitStack() as started:
-            meeting = SharedMemory.create(_meeting_bytes(spec))
+            meeting = SharedMemory.create(spec.hardware.meeting_bytes(spec.size))
             started.callback(meeting.close)
             ranks = [RankSpec(group=spec, shard=shard, meeting_fd=meeting.fd) for shard in spec.shards]
             inherited = [meeting.fd] if spec.memory is None else [meeting.fd, spec.memory.fd]
             team = RankTeam.start(ranks[1:], inherited)
             started.callback(team.close)
-            group, own = open_rank(ranks[0], pool, team.check)
+            own = open_rank(ranks[0], pool, team.check)
             team.wait_ready()
-            executor = cls(spec.layout, group, own, team)
+            executor = cls(spec.layout, own, team)
             executor._join()
             executor._started = started.pop_all()
         return executor
@@ -96,6 +112,21 @@ class GroupExecutor:
         errors += [outcome.error for outcome in outcomes if outcome.error is not None]
         self._join()
         raise _most_telling(errors)
+
+    def move(self, way: Way, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """See `BlockMover.move`. One that fails on any rank has failed; the group lives on."""
+        if not source_ids:
+            return
+        sources, targets = array("i", source_ids), array("i", target_ids)
+        self._team.send(Move(way, sources, targets))
+        errors: list[Exception] = []
+        try:
+            self._rank.move(way, sources, targets)
+        except Exception as error:
+            errors.append(error)
+        errors += [outcome.error for outcome in self._team.answers() if outcome.error is not None]
+        if errors:
+            raise _most_telling(errors)
 
     def rest(self) -> None:
         """See `Executor.rest`. The other ranks see by themselves that nothing comes."""
@@ -127,38 +158,33 @@ class GroupExecutor:
             raise EngineFaultError("the ranks cannot connect")
 
 
-def open_rank(
-    spec: RankSpec, pool: KVPool | None = None, check: Callable[[], None] | None = None
-) -> tuple[RankGroup, TorchExecutor]:
-    """One rank's end of the group, not joined yet, and its part of the model. Blocks for the load. StartupError.
+def open_rank(spec: RankSpec, pool: KVPool | None = None, check: Callable[[], None] | None = None) -> Rank:
+    """One rank, its end of the group not joined yet, and its part of the model. Blocks for the load. StartupError.
 
-    `pool` is the whole pool where this process has it already; `check` may raise while other ranks are waited for.
+    `pool` lies over the group's memory where this process has it mapped already; `check` may raise while other ranks
+    are waited for.
     """
     whole, shard = spec.group, spec.shard
     use_threads(whole.num_threads)
-    if whole.device == "cpu":
-        memory = SharedMemory(spec.meeting_fd, 0, _meeting_bytes(whole))
-        group: RankGroup = HostGroup(shard, memory, timeout_s=whole.timeout_s, check=check)
-        cores = CoreShare.of_this_host(whole.num_threads)
-    else:
-        torch.cuda.set_device(spec.device)
-        group, cores = NcclGroup(shard, spec.meeting_fd, timeout_s=whole.timeout_s), None
+    group = whole.hardware.open_group(shard, spec.meeting_fd, timeout_s=whole.timeout_s, check=check)
+    has_own_pool = whole.hardware.has_own_pools
     if pool is None and whole.memory is not None:
-        pool = KVPool(whole.layout, whole.num_blocks, storage=whole.memory.map())
-    if pool is not None:
-        part = pool.part(shard)
-    else:
+        num_blocks = whole.num_host_blocks if has_own_pool else whole.num_blocks
+        pool = KVPool(whole.layout, num_blocks, storage=whole.memory.map())
+    part, blocks = None if pool is None else pool.part(shard), None
+    if has_own_pool or part is None:
         heads = shard.cut(whole.layout.num_kv_heads).count
-        part = KVPool(replace(whole.layout, num_kv_heads=heads), whole.num_blocks, device=spec.device)
+        own = KVPool(replace(whole.layout, num_kv_heads=heads), whole.num_blocks, device=spec.device)
+        blocks = None if part is None else HostCopy(own, part)
+        part = own
     executor = TorchExecutor.from_folder(
-        whole.folder, pool=part, quantization=whole.quantization, group=group, cores=cores
+        whole.folder,
+        pool=part,
+        quantization=whole.quantization,
+        group=group,
+        cores=CoreShare.of_this_host(whole.num_threads) if spec.device == "cpu" else None,
     )
-    return group, executor
-
-
-def _meeting_bytes(spec: GroupSpec) -> int:
-    """How large the file is through which the ranks meet: NCCL's begins empty."""
-    return HostGroup.num_bytes(spec.size) if spec.device == "cpu" else 0
+    return Rank(group=group, executor=executor, blocks=blocks)
 
 
 def _bare(plan: BatchPlan) -> BatchPlan:

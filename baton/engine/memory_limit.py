@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from baton.core.cgroup import memory_limit
+from baton.core.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,11 @@ class MemoryLimit:
     name: str
     is_host: bool
 
+    def times(self, number: float) -> MemoryLimit:
+        """That of so many devices like this one."""
+        total_bytes, usable_bytes = int(self.total_bytes * number), int(self.usable_bytes * number)
+        return replace(self, total_bytes=total_bytes, usable_bytes=usable_bytes)
+
 
 def has_device(device: str) -> bool:
     """Whether PyTorch can compute on `device` here."""
@@ -35,6 +41,22 @@ def memory_of(device: str) -> MemoryLimit:
         return host_memory()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return MemoryLimit(total_bytes=total_bytes, usable_bytes=free_bytes, name=f"free on {device}", is_host=False)
+
+
+def memory_of_rank(device: str, num_ranks: int) -> MemoryLimit:
+    """What one of `num_ranks` ranks has: on CUDA that of the first device, on a CPU the memory of all.
+
+    The other devices are taken to be like it: to ask one costs some hundred MiB of it. StartupError when there are
+    fewer than ranks. Blocks shortly.
+    """
+    if device == "cpu" or num_ranks == 1:
+        return memory_of(device)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices < num_ranks:
+        raise StartupError(
+            f"engine.tensor_parallel_size: {num_ranks} ranks take a CUDA device each, {num_devices} are visible"
+        )
+    return memory_of("cuda:0")
 
 
 def host_memory(root: Path = Path("/")) -> MemoryLimit:

@@ -4,6 +4,9 @@ One rule: `engine.kv_cache_bytes` wins where it is set. Else the worker as a who
 its memory, and the pool gets what weights, a step and the processes leave of that. Without either the fraction is
 0.4, so that a prefill and a decode worker fit beside each other, and on a CPU the pool is 1 GiB at most: the machine is
 not this worker's alone, and a pool in shared memory is taken in full at the start.
+
+Several ranks on CUDA have a device each, and about an equal part of everything. The plan is that of all of them
+together, in so many times the memory of the first one.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from baton.core.workers import WorkerRole
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import compiler
 from baton.engine.precision import require_quantization
-from baton.engine.sharding import Shard, require_one_pool
+from baton.engine.rank_hardware import require_whole_host
+from baton.engine.sharding import Shard
 from baton.engine.sizing import StepShape, count_parameters, step_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from baton.core.model import KVLayout
     from baton.core.settings import EngineSettings, ModelSettings
+    from baton.engine.host_needs import HostNeeds
     from baton.engine.memory_limit import MemoryLimit
     from baton.engine.sizing import Parameters, StepBytes
 
@@ -39,7 +44,7 @@ DEVICE_PROCESS_BYTES = 1280 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNeeds:
-    """What decides over a worker's memory. `swap_bytes` is host memory for blocks that left the pool."""
+    """What decides over a worker's memory."""
 
     role: WorkerRole
     config: DecoderConfig
@@ -47,14 +52,14 @@ class WorkerNeeds:
     engine: EngineSettings
     max_context_tokens: int | None
     by_kernels: bool
-    swap_bytes: int = 0
+    host: HostNeeds
 
     @classmethod
     def read(
-        cls, role: WorkerRole, model: ModelSettings, engine: EngineSettings, dtype: str, *, swap_bytes: int
+        cls, role: WorkerRole, model: ModelSettings, engine: EngineSettings, dtype: str, host: HostNeeds
     ) -> WorkerNeeds:
         """Those of a worker of these settings. Blocks for a small file. StartupError: it can't serve the model."""
-        require_one_pool(engine.tensor_parallel_size, engine.device)
+        require_whole_host(engine.tensor_parallel_size, engine.device)
         config = DecoderConfig.from_folder(model.path)
         require_quantization(engine.quantization, engine.device, config.stored_quantization)
         return cls(
@@ -64,7 +69,7 @@ class WorkerNeeds:
             engine=engine,
             max_context_tokens=model.max_context_tokens,
             by_kernels=engine.device == "cpu" and compiler() is not None,
-            swap_bytes=swap_bytes,
+            host=host,
         )
 
     @property
@@ -77,10 +82,20 @@ class WorkerNeeds:
         """Whether all of it is host memory."""
         return self.engine.device == "cpu"
 
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether a pool in device memory is copied in host memory."""
+        return not self.on_cpu and (self.host.copies_pool or self.engine.tensor_parallel_size > 1)
+
+    def devices_worth(self) -> float:
+        """How many times its memory a device may count: less than there are ranks where their parts are uneven."""
+        num_ranks, num_heads = self.engine.tensor_parallel_size, self.config.num_kv_heads
+        return 1 if self.on_cpu else num_heads / max(cut.count for cut in Shard(0, num_ranks).cuts(num_heads))
+
     def process_bytes(self) -> int:
         """What the worker's processes take before the model."""
         if not self.on_cpu:
-            return DEVICE_PROCESS_BYTES
+            return DEVICE_PROCESS_BYTES * self.engine.tensor_parallel_size
         return HOST_PROCESS_BYTES + (self.engine.tensor_parallel_size - 1) * RANK_PROCESS_BYTES
 
     def largest_step(self) -> StepBytes:
@@ -107,10 +122,14 @@ class WorkerNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a worker will hold, in bytes. `kv_bytes` is what the rule gives: it may be less than a block, or below 0."""
+    """What a worker will hold, in bytes. `kv_bytes` is what the rule gives: it may be less than a block, or below 0.
+
+    `memory` is all that there is for it; `host_memory` the machine's or container's beside devices, None if not known.
+    """
 
     needs: WorkerNeeds
     memory: MemoryLimit
+    host_memory: MemoryLimit | None
     parameters: Parameters
     weight_bytes: int
     process_bytes: int
@@ -118,12 +137,13 @@ class MemoryPlan:
     kv_bytes: int
 
     @classmethod
-    def make(cls, needs: WorkerNeeds, memory: MemoryLimit) -> MemoryPlan:
-        """Computes the plan; see the module for the rule."""
+    def make(cls, needs: WorkerNeeds, memory: MemoryLimit, host_memory: MemoryLimit | None = None) -> MemoryPlan:
+        """Computes the plan; see the module for the rule. `memory` is that of one device, or of the machine."""
         parameters = count_parameters(needs.config)
         plan = cls(
             needs=needs,
-            memory=memory,
+            memory=memory.times(needs.devices_worth()),
+            host_memory=host_memory,
             parameters=parameters,
             weight_bytes=weight_bytes(
                 needs.config, element_bytes=needs.layout.element_bytes, quantization=needs.engine.quantization
@@ -157,7 +177,12 @@ class MemoryPlan:
     @property
     def swap_bytes(self) -> int:
         """Swap space that lies in the same memory as the rest."""
-        return self.needs.swap_bytes if self.needs.on_cpu else 0
+        return self.needs.host.swap_bytes if self.needs.on_cpu else 0
+
+    @property
+    def host_copy_bytes(self) -> int:
+        """The copy of the pool in host memory, which is beside the rest."""
+        return self.num_blocks * self.needs.layout.block_bytes if self.needs.has_host_copy else 0
 
     @property
     def total_bytes(self) -> int:
@@ -191,6 +216,13 @@ class MemoryPlan:
                 f" {gib(self.memory.usable_bytes)} of {self.memory.name}: at most {gib(self.largest_kv_bytes)} of KV"
                 " blocks fit"
             ]
+        if (host := self.host_memory) is not None and self._beside_bytes > host.usable_bytes:
+            most_bytes = host.usable_bytes - self._beside_bytes + self.host_copy_bytes
+            return [
+                f"{self._field}: the host copy of {gib(self.kv_bytes)} of KV blocks and"
+                f" {gib(self._beside_bytes - self.host_copy_bytes)} for swap space and processes are more than the"
+                f" {gib(host.usable_bytes)} of {host.name}: at most {gib(most_bytes)} of KV blocks fit there"
+            ]
         wanted = self.needs.max_context_tokens
         if wanted is not None and wanted > self.num_tokens:
             return [
@@ -204,6 +236,14 @@ class MemoryPlan:
         """Raises StartupError with what `faults` says."""
         if faults := self.faults():
             raise StartupError("; ".join(faults))
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What a worker with a host copy takes of host memory beside its devices'; 0 for others."""
+        if not self.needs.has_host_copy:
+            return 0
+        process_bytes = HOST_PROCESS_BYTES + (self.needs.engine.tensor_parallel_size - 1) * RANK_PROCESS_BYTES
+        return self.host_copy_bytes + self.needs.host.swap_bytes + process_bytes
 
     @property
     def _field(self) -> str:

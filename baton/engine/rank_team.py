@@ -17,7 +17,7 @@ from baton.engine.spawn import how_it_ended, spawn, start_failure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.engine.rank_process import Join, Step
+    from baton.engine.rank_process import Order
 
 START_S = 600.0
 _EXIT_S = 2.0
@@ -53,14 +53,14 @@ class RankTeam:
         for rank in self._ranks:
             rank.wait_ready(deadline_s)
 
-    def send(self, message: Join | Step) -> None:
+    def send(self, order: Order) -> None:
         """Tells all ranks. EngineFaultError when one is no more, or reads nothing."""
-        data = encode(message)
+        data = encode(order)
         for rank in self._ranks:
             rank.send(data)
 
     def answers(self) -> list[Outcome]:
-        """What became of the last message, by each rank. EngineFaultError when one is no more, or says nothing."""
+        """What became of the last order, by each rank. EngineFaultError when one is no more, or says nothing."""
         return [rank.answer() for rank in self._ranks]
 
     def check(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.errors import StartupError
 from baton.engine.quantization import GROUP
 
 
@@ -43,15 +42,6 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
-
-
-def require_one_pool(size: int, device: str) -> None:
-    """StartupError where a worker of `size` ranks on `device` would have its KV pool in parts."""
-    if size > 1 and device != "cpu":
-        raise StartupError(
-            f"engine.tensor_parallel_size: must be 1 on {device}: ranks there have a KV pool of their own each, and "
-            "pools in parts cannot be handed over"
-        )
 
 
 def whole(total: int) -> Cut:

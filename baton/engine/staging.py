@@ -55,13 +55,21 @@ class Staging:
 
     def download(self, values: torch.Tensor) -> list[int]:
         """The elements of `values` [n], on the device. Blocks until they are known."""
+        host, mark = self.begin_download(values)
+        mark.synchronize()
+        elements: list[int] = host.tolist()
+        return elements
+
+    def begin_download(self, values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """Copies `values`, on the device, to host memory that has them when the mark is reached. Enqueued only.
+
+        They stay there until `NUM_BUFFERS` further transfers were begun.
+        """
         with torch.inference_mode():
             host, mark = self._next(values)
             host.copy_(values, non_blocking=True)
             mark.record()
-            mark.synchronize()
-            elements: list[int] = host.tolist()
-            return elements
+            return host, mark
 
     def _next(self, values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """The buffer that was used longest ago, as a tensor like `values`."""

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.core.settings import ModelSettings
+    from baton.engine.block_moves import BlockMover
     from baton.engine.executor import Executor
-    from baton.engine.kv_pool import KVPool
+    from baton.engine.host_copy import KVMemory
+    from baton.engine.host_needs import HostNeeds
     from baton.engine.memory_plan import MemoryPlan
+    from baton.engine.rank_hardware import RankHardware
     from baton.structure.compiler import StructureCompiler
     from baton.worker.settings import WorkerSettings
 
@@ -60,10 +63,11 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A warm engine."""
+    """A warm engine. `blocks` moves blocks between the pool and its host copy, where there is one."""
 
     executor: Executor
-    pool: KVPool
+    memory: KVMemory
+    blocks: BlockMover | None
     structures: StructureCompiler | None
     facts: EngineFacts
 
@@ -73,24 +77,24 @@ class RankHost:
     """What the ranks of a group, if there is one, need of their engine process.
 
     `watch` takes a descriptor that is readable when a rank has ended, and ends the process's wait then; `at_end` ends
-    the ranks.
+    the ranks; they are on `hardware`.
     """
 
     watch: Callable[[int], None]
     at_end: ExitStack
+    hardware: RankHardware
 
 
 def load(
     role: WorkerRole,
     settings: WorkerSettings,
-    make_pool: Callable[[KVLayout, int], KVPool],
+    make_memory: Callable[[KVLayout, int], KVMemory],
     host: RankHost,
-    *,
-    swap_bytes: int = 0,
+    needed: HostNeeds,
 ) -> Loaded:
-    """Imports torch, makes the pool with `make_pool(layout, num_blocks)`, loads and warms the model up. Blocks.
+    """Imports torch, makes the pool with `make_memory(layout, num_blocks)`, loads and warms the model up. Blocks.
 
-    The pool must be `shared` when there are several ranks. The caller will take `swap_bytes` of host memory besides.
+    What several ranks have mapped must be `shared`. The caller will take what is `needed` of host memory besides.
     Raises StartupError in one line when the folder, a setting or the memory is not as it must be.
     """
     model, engine = settings.model, settings.engine
@@ -100,7 +104,7 @@ def load(
     verifying = _verify_meanwhile(model.path)
     phases = StartPhases()
     phases.begin("import")
-    from baton.engine.memory_limit import memory_of
+    from baton.engine.memory_limit import host_memory, memory_of_rank
     from baton.engine.memory_plan import MemoryPlan, WorkerNeeds
     from baton.engine.precision import resolve_dtype
     from baton.engine.threads import use_threads
@@ -109,16 +113,17 @@ def load(
     use_threads(engine.num_threads)
     phases.begin("configure")
     dtype = resolve_dtype(engine.dtype, engine.device)
-    needs = WorkerNeeds.read(role, model, engine, dtype, swap_bytes=swap_bytes)
-    plan = MemoryPlan.make(needs, memory_of(engine.device))
+    needs = WorkerNeeds.read(role, model, engine, dtype, needed)
+    memory_limit = memory_of_rank(engine.device, engine.tensor_parallel_size)
+    plan = MemoryPlan.make(needs, memory_limit, host_memory())
     plan.require_fits()
     _tell(plan)
     if verifying.done():
         verifying.result()
     phases.begin("allocate")
-    pool = make_pool(needs.layout, plan.num_blocks)
+    memory = make_memory(needs.layout, plan.num_blocks)
     phases.begin("load")
-    executor = _executor(role, settings, pool, host)
+    executor, blocks = _executor(role, settings, memory, plan.num_blocks, host)
     verifying.result()
     phases.begin("tokenizer")
     structures = StructureCompiler.load(model.path, vocab_size=executor.vocab_size)
@@ -144,7 +149,7 @@ def load(
         device=engine.device,
         attention=executor.attention,
     )
-    return Loaded(executor=executor, pool=pool, structures=structures, facts=facts)
+    return Loaded(executor=executor, memory=memory, blocks=blocks, structures=structures, facts=facts)
 
 
 def _verify_meanwhile(folder: Path) -> Future[None]:
@@ -158,42 +163,50 @@ def _verify_meanwhile(folder: Path) -> Future[None]:
     return verifying
 
 
-def _executor(role: WorkerRole, settings: WorkerSettings, pool: KVPool, host: RankHost) -> Executor:
-    """In this process alone, or with the processes of other ranks."""
+def _executor(
+    role: WorkerRole, settings: WorkerSettings, memory: KVMemory, num_blocks: int, host: RankHost
+) -> tuple[Executor, BlockMover | None]:
+    """In this process alone, or with the processes of other ranks; and what moves blocks to and from the host copy."""
     from baton.engine.cores import CoreShare
     from baton.engine.group_executor import GroupExecutor
+    from baton.engine.host_copy import HostCopy
     from baton.engine.rank_process import GroupSpec
     from baton.engine.torch_executor import TorchExecutor
 
     engine = settings.engine
     if engine.tensor_parallel_size == 1:
+        assert memory.pool is not None, "one process has one pool"
         cores = CoreShare.of_this_host(engine.num_threads) if engine.device == "cpu" else None
-        alone = TorchExecutor.from_folder(settings.model.path, pool=pool, quantization=engine.quantization, cores=cores)
+        alone = TorchExecutor.from_folder(
+            settings.model.path, pool=memory.pool, quantization=engine.quantization, cores=cores
+        )
         if role is WorkerRole.DECODE and engine.device != "cpu":
             alone.record_decode(engine.max_num_seqs)
-        return alone
-    assert pool.shared is not None
+        return alone, None if memory.host is None else HostCopy(memory.pool, memory.host)
+    whole = memory.outer
+    assert whole.shared is not None
     spec = GroupSpec(
         size=engine.tensor_parallel_size,
         folder=settings.model.path,
-        layout=pool.layout,
-        num_blocks=pool.num_blocks,
-        device=engine.device,
+        layout=whole.layout,
+        num_blocks=num_blocks,
+        hardware=host.hardware,
         quantization=engine.quantization,
-        memory=pool.shared,
+        memory=whole.shared,
+        num_host_blocks=whole.num_blocks,
         num_threads=max(1, engine.num_threads // engine.tensor_parallel_size),
         timeout_s=RANK_TIMEOUT_S,
         name=f"{role.value}_engine",
         set_up_log=partial(setup_logging, settings.telemetry),
     )
     try:
-        executor = GroupExecutor.start(spec, pool)
+        group = GroupExecutor.start(spec, whole)
     finally:
-        pool.shared.close()
-    host.at_end.callback(executor.close)
-    for pidfd in executor.pidfds:
+        whole.shared.close()
+    host.at_end.callback(group.close)
+    for pidfd in group.pidfds:
         host.watch(pidfd)
-    return executor
+    return group, group if host.hardware.has_own_pools else None
 
 
 def _tell(plan: MemoryPlan) -> None:

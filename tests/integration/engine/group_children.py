@@ -8,20 +8,32 @@ from pathlib import Path
 from typing import Any
 
 LONG_STEP_TOKENS = 200
+UNLUCKY_BLOCK = 97
+_FAILED_ALLOCATION = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."
 
 
 def run_short_of_memory(name: str) -> None:
-    """Makes steps of LONG_STEP_TOKENS fail in the second half of a layer, as the allocator does. A `set_up_log`."""
+    """Makes steps of LONG_STEP_TOKENS fail in the second half of a layer, as the allocator does, and so copies of
+    UNLUCKY_BLOCK to the host copy. A `set_up_log`.
+    """
+    from baton.engine.host_copy import HostCopy
     from baton.engine.model import DecoderModel
 
-    assert name == "engine_rank_1"
-    whole = DecoderModel._mlp
+    if name != "engine_rank_1":
+        return
+    whole, store = DecoderModel._mlp, HostCopy._store
 
     def mlp(self: DecoderModel, layer: Any, x: Any) -> Any:
         if len(x) == LONG_STEP_TOKENS:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+            raise RuntimeError(_FAILED_ALLOCATION)
         return whole(self, layer, x)
 
+    def put_out(self: HostCopy, block_ids: Any, host_ids: Any) -> None:
+        if UNLUCKY_BLOCK in block_ids:
+            raise RuntimeError(_FAILED_ALLOCATION)
+        store(self, block_ids, host_ids)
+
+    HostCopy._store = put_out  # type: ignore[method-assign]
     DecoderModel._mlp = mlp  # type: ignore[method-assign]
 
 

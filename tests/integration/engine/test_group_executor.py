@@ -21,6 +21,7 @@ from baton.engine.group_executor import GroupExecutor
 from baton.engine.host_memory import SharedMemory
 from baton.engine.kv_pool import KVPool
 from baton.engine.model_config import DecoderConfig
+from baton.engine.rank_hardware import HostRanks
 from baton.engine.rank_process import GroupSpec
 from baton.engine.torch_executor import TorchExecutor
 from tests.integration.engine import families
@@ -43,7 +44,7 @@ def group_spec(folder: Path, memory: SharedMemory | None, size: int = 2, *, time
         folder=folder,
         layout=DecoderConfig.from_folder(folder).kv_layout(BLOCK_SIZE, "float32"),
         num_blocks=NUM_BLOCKS,
-        device="cpu",
+        hardware=HostRanks(),
         memory=memory,
         num_threads=1,
         timeout_s=timeout_s,

@@ -20,21 +20,13 @@ from baton.engine.sharding import Shard
 from baton.engine.torch_executor import TorchExecutor
 from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
+from tests.integration.engine.gloo_ranks import by_gloo
 from tests.integration.engine.sequences import Sequence, generate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from datetime import timedelta
 
 SIZES = (2, 3)
-
-
-def by_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """On the loopback address: the machine's name is not asked for, which may take many seconds."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 class Ranks:

@@ -46,35 +46,43 @@ _MODEL_FLAGS = ["--engine.dtype", "float32", "--engine.num_threads", "1", "--mod
 _START_S = 180.0
 
 
-def save_tiny_model(folder: Path) -> None:
+def save_tiny_model(folder: Path, **changes: Any) -> None:
     """A Llama of three small layers whose greedy choices are unambiguous."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_CONTEXT,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
+    small: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_CONTEXT,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.3,
+    }
+    LlamaForCausalLM(LlamaConfig(**small | changes)).eval().save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
 
 
 class WorkerProcess:
-    """One worker, started as its users start it. `log` has what it wrote."""
+    """One worker, started as its users start it. `package` may have words behind it. `log` has what it wrote."""
 
     def __init__(self, package: str, worker_id: str, redis_url: str, model: Path, folder: Path) -> None:
         self.worker_id = worker_id
-        self._command = [sys.executable, "-m", package, "--redis.url", redis_url, "--redis.namespace", NAMESPACE]
+        self._command = [
+            sys.executable,
+            "-m",
+            *package.split(),
+            "--redis.url",
+            redis_url,
+            "--redis.namespace",
+            NAMESPACE,
+        ]
         self._command += ["--model.path", str(model), "--worker_id", worker_id, *_MODEL_FLAGS]
         self._log_path = folder / f"{worker_id}.log"
         self._redis_url = redis_url

@@ -112,8 +112,8 @@ def test_this_machine_and_the_workers_own_settings_are_what_counts_by_default(co
         (["--set", "engine.device"], "NAME=VALUE"),
         (["--set", "engine.colour=red"], "engine.colour"),
         (
-            ["--memory", "8GiB", "--set", "engine.tensor_parallel_size=2", "--set", "engine.device=cuda"],
-            "must be 1 on cuda",
+            ["--memory", "8GiB", "--set", "engine.tensor_parallel_size=2", "--set", "engine.device=cuda:1"],
+            "must be cpu or cuda for 2 ranks",
         ),
         (["--set", "engine.tensor_parallel_size=64"], "64 ranks cannot divide"),
     ],

@@ -7,11 +7,13 @@ import pytest
 from baton.core.errors import StartupError
 from baton.core.settings import EngineSettings
 from baton.core.workers import WorkerRole
+from baton.engine.host_needs import HostNeeds
 from baton.engine.memory_limit import MemoryLimit
 from baton.engine.memory_plan import RANK_PROCESS_BYTES, MemoryPlan, WorkerNeeds, gib
 from baton.engine.model_config import DecoderConfig
 
 MIB, GIB = 1 << 20, 1 << 30
+NOTHING, SWAP, COPY = HostNeeds(), HostNeeds(swap_bytes=GIB), HostNeeds(swap_bytes=GIB, copies_pool=True)
 CONFIG = DecoderConfig(
     family="llama",
     vocab_size=32_000,
@@ -34,7 +36,9 @@ CONFIG = DecoderConfig(
 )
 
 
-def plan(memory: int, *, is_host=False, role=WorkerRole.DECODE, context=None, swap=0, **engine) -> MemoryPlan:
+def plan(
+    memory: int, *, is_host=False, role=WorkerRole.DECODE, context=None, host=NOTHING, host_bytes=None, **engine
+) -> MemoryPlan:
     settings = EngineSettings(**{"device": "cpu" if is_host else "cuda"} | engine)
     needs = WorkerNeeds(
         role=role,
@@ -43,10 +47,13 @@ def plan(memory: int, *, is_host=False, role=WorkerRole.DECODE, context=None, sw
         engine=settings,
         max_context_tokens=context,
         by_kernels=is_host,
-        swap_bytes=swap,
+        host=host,
     )
     limit = MemoryLimit(total_bytes=memory, usable_bytes=memory, name="the test's memory", is_host=is_host)
-    return MemoryPlan.make(needs, limit)
+    beside = None
+    if host_bytes is not None:
+        beside = MemoryLimit(total_bytes=host_bytes, usable_bytes=host_bytes, name="the test's host", is_host=True)
+    return MemoryPlan.make(needs, limit, beside)
 
 
 def test_seven_billion_parameters_at_16_bits_are_14_gb():
@@ -72,7 +79,7 @@ def test_an_absolute_size_wins_over_a_fraction():
 @pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])
 def test_a_fraction_is_of_the_whole_worker(role, is_host, fraction):
-    made = plan(80 * GIB, role=role, is_host=is_host, memory_fraction=fraction, swap=GIB)
+    made = plan(80 * GIB, role=role, is_host=is_host, memory_fraction=fraction, host=SWAP)
     block = made.needs.layout.block_bytes
     assert fraction * 80 * GIB - 2 * block < made.total_bytes <= fraction * 80 * GIB
     assert made.faults() == []
@@ -88,8 +95,8 @@ def test_the_default_leaves_room_for_the_other_worker_and_takes_no_more_than_a_g
 
 
 def test_swap_space_is_host_memory():
-    assert plan(80 * GIB, swap=GIB).swap_bytes == 0
-    with_swap, without = plan(80 * GIB, is_host=True, swap=GIB), plan(80 * GIB, is_host=True)
+    assert plan(80 * GIB, host=SWAP).swap_bytes == 0
+    with_swap, without = plan(80 * GIB, is_host=True, host=SWAP), plan(80 * GIB, is_host=True)
     assert with_swap.largest_kv_bytes == pytest.approx(without.largest_kv_bytes - GIB, rel=0.01)
 
 
@@ -154,3 +161,30 @@ def test_ranks_share_weights_and_pool_and_have_a_process_and_a_step_each(role):
 def test_more_ranks_than_kv_heads_do_not_start():
     with pytest.raises(StartupError, match=r"engine\.tensor_parallel_size: 33 ranks cannot divide the 32 KV heads"):
         plan(80 * GIB, is_host=True, tensor_parallel_size=33)
+
+
+def test_several_ranks_on_cuda_have_the_memory_of_as_many_devices():
+    one, four = (plan(80 * GIB, tensor_parallel_size=size) for size in (1, 4))
+    assert four.memory.usable_bytes == 4 * one.memory.usable_bytes
+    assert four.process_bytes == 4 * one.process_bytes
+    assert four.weight_bytes == one.weight_bytes
+    assert four.total_bytes == pytest.approx(4 * one.total_bytes, rel=0.001)  # the default's share
+    uneven = plan(80 * GIB, tensor_parallel_size=3)  # 10, 11 and 11 of 32 heads
+    assert uneven.memory.usable_bytes == 80 * GIB * 32 // 11
+
+
+def test_a_host_copy_is_as_large_as_the_pool_and_has_to_fit_into_the_host():
+    sizes = {"kv_cache_bytes": 30 * GIB, "host_bytes": 40 * GIB}
+    assert plan(80 * GIB, host=SWAP, **sizes).host_copy_bytes == 0
+    assert plan(80 * GIB, is_host=True, host=COPY, kv_cache_bytes=30 * GIB).host_copy_bytes == 0
+    copied = plan(80 * GIB, host=COPY, **sizes)
+    assert copied.host_copy_bytes == 30 * GIB
+    assert copied.total_bytes == plan(80 * GIB, host=SWAP, **sizes).total_bytes
+    assert copied.faults() == plan(80 * GIB, host=COPY, kv_cache_bytes=39 * GIB).faults() == []
+    (fault,) = plan(80 * GIB, host=COPY, kv_cache_bytes=39 * GIB, host_bytes=40 * GIB).faults()
+    assert fault.startswith(
+        "engine.kv_cache_bytes: the host copy of 39.00 GiB of KV blocks and 1.50 GiB for swap space"
+    )
+    assert "more than the 40.00 GiB of the test's host: at most 38.50 GiB" in fault
+    ranks = plan(80 * GIB, host=SWAP, tensor_parallel_size=2, **sizes)
+    assert ranks.host_copy_bytes == 30 * GIB

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import StartupError
-from baton.engine.sharding import WHOLE, Cut, Shard, require_one_pool, whole
+from baton.engine.rank_hardware import require_whole_host
+from baton.engine.sharding import WHOLE, Cut, Shard, whole
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,9 @@ def test_features_are_divided_in_groups_of_quantization_where_there_are_enough(t
     assert [Shard(rank, 2).cut_features(total).count for rank in range(2)] == counts
 
 
-def test_ranks_on_devices_are_refused_because_their_pool_would_be_in_parts() -> None:
-    require_one_pool(1, "cuda:0")
-    require_one_pool(8, "cpu")
-    with pytest.raises(StartupError, match=r"engine\.tensor_parallel_size: must be 1 on cuda"):
-        require_one_pool(2, "cuda")
+def test_several_ranks_on_one_numbered_device_are_refused() -> None:
+    require_whole_host(1, "cuda:3")
+    require_whole_host(8, "cpu")
+    require_whole_host(8, "cuda")
+    with pytest.raises(StartupError, match=r"engine\.device: must be cpu or cuda for 2 ranks, got cuda:3: they take"):
+        require_whole_host(2, "cuda:3")

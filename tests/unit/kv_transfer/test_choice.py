@@ -27,8 +27,8 @@ ALL = tuple(Transport)
     ("enabled", "device", "names"),
     [
         (ALL, "cpu", ["shm", "gloo", "grpc"]),
-        (ALL, "cuda", ["cuda_ipc", "nccl", "grpc"]),
-        (ALL, "cuda:3", ["cuda_ipc", "nccl", "grpc"]),
+        (ALL, "cuda", ["cuda_ipc", "nccl", "shm", "gloo", "grpc"]),
+        (ALL, "cuda:3", ["cuda_ipc", "nccl", "shm", "gloo", "grpc"]),
         ((Transport.GRPC, Transport.SHM), "cpu", ["shm", "grpc"]),
         ((Transport.CUDA_IPC,), "cpu", []),
     ],
@@ -47,7 +47,11 @@ def test_a_reader_offers_what_can_fill_its_memory_cheapest_first(enabled, device
         ((NCCL, CUDA), "cuda", True, (CUDA, NCCL)),
         ((NCCL, CUDA), "cuda", False, (NCCL,)),
         ((NCCL, CUDA), "cpu", True, ()),
-        ((SHM, GrpcHandle()), "cuda", True, (GrpcHandle(),)),
+        ((SHM, GrpcHandle()), "cuda", True, (SHM, GrpcHandle())),
+        ((SHM, GrpcHandle()), "cuda", False, (GrpcHandle(),)),
+        ((CUDA, SHM, GLOO, GrpcHandle()), "cuda", True, (CUDA, SHM, GLOO, GrpcHandle())),
+        ((CUDA, SHM, GLOO, GrpcHandle()), "cuda", False, (GLOO, GrpcHandle())),
+        ((CUDA, SHM, NCCL, GrpcHandle()), "cpu", True, (SHM, GrpcHandle())),
         ((SHM,), "cpu", False, ()),
     ],
 )

@@ -9,6 +9,8 @@ import torch
 
 from baton.core.clock import ManualClock
 from baton.core.errors import StartupError
+from baton.engine.block_moves import Way
+from baton.engine.host_copy import HostCopy
 from baton.engine.kv_pool import KVPool
 from kv_transfer import fenced
 from kv_transfer.cuda_ipc import CudaIpcPool, CudaIpcReader
@@ -16,6 +18,8 @@ from kv_transfer.descriptor import CudaIpcHandle, PeerPool
 from kv_transfer.errors import NoTransportError, PeerGoneError, PoolMismatchError, StaleLeaseError
 from kv_transfer.lease import LeaseOutcome, LeaseTable
 from kv_transfer.segment import SHM_DIRECTORY, SegmentSpec
+from kv_transfer.shm import ShmPool, ShmReader
+from kv_transfer.source import SourcePool
 from tests.unit.kv_transfer.sources import LAYOUT, NUM_BLOCKS, PEER, describe, relaid
 
 SPEC = SegmentSpec(layout=LAYOUT, num_blocks=NUM_BLOCKS, num_slots=4, incarnation=PEER.incarnation)
@@ -162,3 +166,29 @@ def test_too_large_a_pool_is_refused_in_one_line(cuda):
     with pytest.raises(StartupError, match="kv_cache_bytes") as refusal:
         CudaIpcPool.create(replace(SPEC, num_blocks=2**45), "cpu", cuda)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_pool_with_a_host_copy_is_read_from_either_and_its_leases_end_in_both(cuda):
+    host = ShmPool.create(LAYOUT, NUM_BLOCKS, incarnation=PEER.incarnation, num_slots=4)
+    source = SourcePool(SPEC, device=CudaIpcPool.create(SPEC, "cpu", cuda), host=host)
+    pool, copy = (KVPool(LAYOUT, NUM_BLOCKS, storage=storage) for storage in (source.storage, source.host_copy))
+    pool.tensor.copy_(torch.randn(pool.tensor.shape))
+    HostCopy(pool, copy).move(Way.OUT, [3, 4, 9], [3, 4, 9])
+    leases = LeaseTable(source.fences, ManualClock(), lease_s=5.0)
+    kv = describe(leases.grant("lease", "a", [3, 4, 9]))
+    device_handle, host_handle = source.handles
+    peer_pool = PeerPool(peer=PEER, layout=LAYOUT, address="", secret=b"", handles=source.handles)
+    readers = [CudaIpcReader.open(peer_pool, device_handle, cuda), ShmReader.open(peer_pool, host_handle)]
+    for reader in readers:
+        into = KVPool(LAYOUT, NUM_BLOCKS)
+        reader.read(kv, into, [0, 1, 2])
+        assert torch.equal(into.tensor[:3], pool.tensor[[3, 4, 9]])
+    assert not copy.tensor[[0, 1, 2, 5, 6, 7, 8]].any()
+    leases.release("lease", LeaseOutcome.CONSUMED)
+    for reader in readers:
+        with pytest.raises(StaleLeaseError):
+            reader.read(kv, into, [0, 1, 2])
+        reader.close()
+    source.close()
+    source.close()
+    assert not any((SHM_DIRECTORY / name).exists() for name in (device_handle.fence_segment, host_handle.segment))

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kv_transfer.destination import CopyRun, copy_runs
+from baton.engine.block_runs import CopyRun, copy_runs
 
 
 @pytest.mark.parametrize(
