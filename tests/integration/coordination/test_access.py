@@ -8,7 +8,6 @@ import signal
 import ssl
 import subprocess
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +19,7 @@ from baton.coordination.embedded import EmbeddedRedis, _find_binary
 from baton.coordination.keys import Keys
 from baton.core.errors import StartupError, UnavailableError
 from baton.core.launch import bound_to_this_process
+from baton.core.settings import RedisSettings
 from tests.fixtures.coordination import KEYS, Stage, open_stage, ticket
 from tests.fixtures.processes import free_port
 
@@ -67,7 +67,7 @@ async def test_a_user_with_few_rights_is_enough(private_redis: PrivateRedis):
 async def test_wrong_credentials_are_one_line_without_the_secret(private_redis: PrivateRedis):
     private_redis.ask("ACL", "SETUSER", "baton", RIGHTS)
     with pytest.raises(StartupError, match=r"redis\.url: cannot use Redis") as error:
-        await connect(SimpleNamespace(url=url_for(private_redis, "baton", "guess"), socket_timeout_s=20.0), KEYS)
+        await connect(RedisSettings(url=url_for(private_redis, "baton", "guess"), socket_timeout_s=20.0), KEYS)
     assert "guess" not in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -89,7 +89,7 @@ async def test_tls_by_url(redis_server: EmbeddedRedis, certificate: tuple[Path, 
         async with open_stage(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate[1]}") as stage:
             await serve_a_request(stage)
         with pytest.raises(StartupError, match="certificate"):
-            await connect(SimpleNamespace(url=f"rediss://127.0.0.1:{port}/0", socket_timeout_s=20.0), KEYS)
+            await connect(RedisSettings(url=f"rediss://127.0.0.1:{port}/0", socket_timeout_s=20.0), KEYS)
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from baton.coordination.client import connect
 from baton.coordination.embedded import EmbeddedRedis
 from baton.core.errors import AlreadyExistsError, FailedPreconditionError, StartupError, UnavailableError
+from baton.core.settings import RedisSettings
 from tests.fixtures.coordination import KEYS, Stage, open_stage, record, ticket
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ async def test_no_redis_is_one_line(private_redis: PrivateRedis):
     private_redis.kill()
     for wrong in (url, "redis://user:secret@127.0.0.1:1/0"):
         with pytest.raises(StartupError, match=r"redis\.url: cannot use Redis") as error:
-            await connect(SimpleNamespace(url=wrong, socket_timeout_s=1.0), KEYS)
+            await connect(RedisSettings(url=wrong, socket_timeout_s=1.0), KEYS)
         assert "\n" not in str(error.value)
         assert "secret" not in str(error.value)
 
