@@ -19,10 +19,13 @@ from baton.core.errors import StartupError
 from baton.core.manifest import MANIFEST_NAME
 from baton.core.settings import EngineSettings, ModelSettings
 from baton.core.workers import WorkerRole
+from baton.engine.host_copy import KVMemory
+from baton.engine.host_needs import HostNeeds
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory_limit import host_memory
 from baton.engine.model_config import DecoderConfig
 from baton.engine.native.build import compiler
+from baton.engine.rank_hardware import ranks_on
 from baton.telemetry.instruments import WorkerInstruments
 from baton.worker import start_up
 from baton.worker.metrics import LoadMetrics
@@ -32,12 +35,14 @@ from baton.worker.start_up import Loaded, RankHost, load
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from baton.core.model import KVLayout
+
 
 def _no_ranks(_: int) -> None:
     raise AssertionError("a worker of one process has no ranks")
 
 
-ALONE = RankHost(watch=_no_ranks, at_end=ExitStack())
+ALONE = RankHost(watch=_no_ranks, at_end=ExitStack(), hardware=ranks_on("cpu"))
 
 
 @pytest.fixture
@@ -45,11 +50,15 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_model, tmp_path / "model")
 
 
+def memory_of(layout: KVLayout, num_blocks: int) -> KVMemory:
+    return KVMemory(pool=KVPool(layout, num_blocks))
+
+
 def start(folder: Path, *, max_context_tokens: int | None = None, **engine: Any) -> Loaded:
     fields = {"dtype": "float32", "kv_cache_bytes": 1024**2, "num_threads": torch.get_num_threads()} | engine
     model = ModelSettings(path=folder, max_context_tokens=max_context_tokens)
     settings = WorkerSettings(model=model, engine=EngineSettings(**fields))
-    return load(WorkerRole.DECODE, settings, KVPool, ALONE)
+    return load(WorkerRole.DECODE, settings, memory_of, ALONE, needed=HostNeeds())
 
 
 def test_an_engine_says_what_it_computes_with(folder: Path) -> None:
@@ -135,7 +144,7 @@ def test_a_pool_below_the_context_that_is_set_is_refused_and_one_below_the_model
 
 def test_a_fraction_of_the_memory_sizes_the_pool(folder: Path) -> None:
     fraction = 0.05
-    pool = start(folder, kv_cache_bytes=None, memory_fraction=fraction).pool
+    pool = start(folder, kv_cache_bytes=None, memory_fraction=fraction).memory.pool
     pool_bytes = pool.tensor.numel() * 4
     assert 0.5 * fraction * host_memory().total_bytes - (600 << 20) < pool_bytes
     assert pool_bytes < fraction * host_memory().total_bytes
@@ -144,8 +153,9 @@ def test_a_fraction_of_the_memory_sizes_the_pool(folder: Path) -> None:
 def test_on_a_device_decode_steps_alone_are_to_be_recorded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The pool is on a CPU, where that can't be: the log says so."""
     settings = WorkerSettings(model=ModelSettings(path=folder), engine=EngineSettings(device="cuda", num_threads=1))
-    pool = KVPool(DecoderConfig.from_folder(folder).kv_layout(16, "float32"), 2)
+    memory = memory_of(DecoderConfig.from_folder(folder).kv_layout(16, "float32"), 2)
     for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
         assert not any("not recorded" in record.getMessage() for record in caplog.records)
-        assert start_up._executor(role, settings, pool, ALONE).num_blocks == 2
+        executor, _ = start_up._executor(role, settings, memory, 2, ALONE)
+        assert executor.num_blocks == 2
     assert "decode steps are not recorded: PyTorch's attention" in caplog.records[-1].getMessage()
