@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from baton.engine.attention import TorchAttention, attention_dtype
+from baton.engine.heads import TorchHeads
 from baton.engine.staging import Staging
 from baton.engine.step_inputs import StepInputs
 from baton.engine.weights import rows_of
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from baton.engine.attention import PagedAttention, StepAttention
     from baton.engine.batch import BatchPlan
+    from baton.engine.heads import StepHeads
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
     from baton.engine.native.chunks import ChunkKernels
@@ -103,17 +105,17 @@ class DecoderModel:
         pause: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """What `hidden` does, from tensors on the model's device alone. In inference mode."""
-        rotary = self._rotary(inputs.positions)
-        hidden = self._embed(inputs.token_ids)
+        heads = self._plan_heads(inputs, pool)
+        hidden = self._embed(
+            inputs.token_ids
+        ).contiguous()  # rows of int8 have gaps where their last group is not whole
         for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
             if pause is not None and index > 0:
                 pause()
-            queries, keys_values = self._project(layer, hidden, rotary)
-            keys_values = keys_values.to(pool.tensor.dtype)
-            _write(pool, inputs.pool_rows, index, keys_values)
+            queries, keys_values = heads.run(self._after_norm(layer.qkv, hidden, layer.input_norm), layer, index)
             mixed = attention[window].run(queries, keys_values, pool, index)
-            hidden += self._sum(self._linear(layer.output, mixed))
-            hidden += self._sum(self._mlp(layer, hidden))
+            self._add_linear(hidden, layer.output, mixed)
+            self._add_mlp(hidden, layer)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,53 +153,33 @@ class DecoderModel:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.config.rms_norm_eps)
 
-    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines with the first half negated, as [tokens, 1, 2, head_dim / 2]."""
-        angles = positions[:, None].to(torch.float32) * self._inv_freq
-        cos = (angles.cos() * self.config.rope_scale).to(self._dtype)
-        sin = (angles.sin() * self.config.rope_scale).to(self._dtype)
-        return torch.stack((cos, cos), 1)[:, None], torch.stack((-sin, sin), 1)[:, None]
-
-    def _project(
-        self, layer: LayerWeights, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries [tokens, KV heads, queries each, head_dim]; keys, values [tokens, 2, KV heads, head_dim]."""
-        config = self.config
-        num_tokens, num_rotated = x.shape[0], config.num_heads + config.num_kv_heads
-        heads = self._after_norm(layer.qkv, x, layer.input_norm).view(
-            num_tokens, num_rotated + config.num_kv_heads, config.head_dim
-        )
-        if layer.query_norm is not None and layer.key_norm is not None:
-            heads[:, : config.num_heads] = self._norm(heads[:, : config.num_heads], layer.query_norm)
-            heads[:, config.num_heads : num_rotated] = self._norm(
-                heads[:, config.num_heads : num_rotated], layer.key_norm
-            )
-        halves = heads[:, :num_rotated].view(num_tokens, num_rotated, 2, config.head_dim // 2)
-        cos, signed_sin = rotary
-        torch.addcmul(halves * cos, halves.flip(2), signed_sin, out=halves)
-        queries = heads[:, : config.num_heads].view(num_tokens, config.num_kv_heads, -1, config.head_dim)
-        keys_values = heads[:, config.num_heads :].view(num_tokens, 2, config.num_kv_heads, config.head_dim)
-        return queries, keys_values
-
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self._after_norm(layer.gate_up, x, layer.mlp_norm)
+    def _plan_heads(self, inputs: StepInputs, pool: KVPool) -> StepHeads:
+        angles = inputs.positions[:, None].to(torch.float32) * self._inv_freq
+        scale = self.config.rope_scale
+        rotary = (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
         if self._products is not None:
-            return self._products.after_gate(layer.down, gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return layer.down(silu(gate) * up)
+            return self._products.plan_heads(rotary, inputs, pool)
+        return TorchHeads(self.config, rotary, inputs, pool)
 
-    def _linear(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        if self._products is not None:
-            return self._products.linear(linear, x)
-        return linear(x)
+    def _add_mlp(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
+        gate_up = self._after_norm(layer.gate_up, hidden, layer.mlp_norm)
+        if self._products is None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            hidden += self._sum(layer.down(silu(gate) * up))
+        elif self._group is None:
+            self._products.add_after_gate(hidden, layer.down, gate_up)
+        else:
+            hidden += self._group.sum(self._products.after_gate(layer.down, gate_up))
+
+    def _add_linear(self, hidden: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
+        if self._products is None:
+            hidden += self._sum(linear(x))
+        elif self._group is None:
+            self._products.add_linear(hidden, linear, x)
+        else:
+            hidden += self._group.sum(self._products.linear(linear, x))
 
     def _after_norm(self, linear: Linear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self._products is not None:
             return self._products.after_norm(linear, x, weight)
         return linear(self._norm(x, weight))
-
-
-def _write(pool: KVPool, rows: torch.Tensor, layer: int, keys_values: torch.Tensor) -> None:
-    """Puts [tokens, 2, KV heads, head_dim] into the pool: `rows` are those of layer 0."""
-    view = pool.positions_view()
-    view.index_copy_(0, rows + layer * 2 * pool.layout.block_size, keys_values.reshape(-1, view.shape[1]))

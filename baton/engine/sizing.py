@@ -159,6 +159,8 @@ def _row_values(config: DecoderConfig, *, by_kernels: bool) -> int:
     """Values of one token that are alive at once: in the MLP, or in attention, with what stays from before."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kept = 4 * config.hidden_size + (queries + 2 * keys) + 2 * keys + queries + 2 * config.head_dim
+    if by_kernels:  # they add to the hidden states, and write keys and values, without a copy
+        kept -= config.hidden_size + 2 * keys
     # PyTorch makes silu(gate) and its product with up beside the two.
     mlp = (2 if by_kernels else 4) * config.intermediate_size
     return kept + max(mlp, 3 * queries + 2 * keys)

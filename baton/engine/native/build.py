@@ -16,7 +16,10 @@ from baton.core.start_up import LINE_PREFIX, LOGGER_NAME
 _log = logging.getLogger(__name__)
 
 COMPILED = ("decoder.c", "chunks.c", "race.c", "move.c")
-HEADERS = ("simd.h", "linear.h", "int8.h", "panels.h", "int8_panels.h", "products.h", "attention.h", "threads.h")
+HEADERS = (
+    *("simd.h", "linear.h", "int8.h", "panels.h", "int8_panels.h", "products.h"),
+    *("heads.h", "attention.h", "threads.h"),
+)
 SOURCES = (*HEADERS, *COMPILED)
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")

@@ -1,5 +1,5 @@
-/* What prefill steps compute: products of many rows (products.h), and attention of several positions of a sequence at
- * once over its paged cache.
+/* What prefill steps compute: products of many rows (products.h), the rotation of their heads and their way into the
+ * cache, and attention of several positions of a sequence at once over its paged cache.
  *
  * Attention: work is cut into tiles: some positions of a chunk, with all the query heads that share a KV head, so each key and
  * value is widened once for all of them. A tile goes over its keys KEYS at a time and keeps for each row the
@@ -7,6 +7,7 @@
  * Groups of keys begin at multiples of KEYS and hidden keys have weight 0, so a row's bits depend neither on the
  * tile that it is in nor on the number of threads.
  */
+#include "heads.h"
 #include "panels.h"
 #include "products.h"
 #include "threads.h"
@@ -34,6 +35,18 @@ struct attention {
     int64_t query_stride;
 };
 
+/* The queries, keys and values of all rows in one layer. */
+struct rows {
+    int64_t cache_type, rows, query_heads, kv_heads, head_dim;
+    float *heads; /* [rows][query_heads + 2 * kv_heads][head_dim] */
+    const float *cosine, *sine;          /* [rows][head_dim / 2] */
+    const float *query_norm, *key_norm;  /* [head_dim], or NULL */
+    double epsilon;
+    char *keys;              /* this layer's in block 0 */
+    const int64_t *position; /* [rows][2]: of each row's key and value, counted from there */
+    int64_t position_bytes;  /* from a position to the next */
+};
+
 /* A thread's own. */
 struct scratch {
     float *queries; /* [strip][depth][STRIP] */
@@ -48,6 +61,7 @@ struct chunks {
     struct team team;
     int threads; /* that team and scratch are for; 0 for none */
     const struct attention *attention;
+    const struct rows *placed;
     size_t depth, rows; /* of a tile: a padded head, and room for so many rows */
     size_t scratch_floats;
     float *scratch;
@@ -244,24 +258,47 @@ static void attention_work(void *argument) {
     }
 }
 
+#define ROWS_OF_SHARE 16
+
+static void place_row(const struct rows *p, size_t row) {
+    size_t dim = (size_t)p->head_dim, queries = (size_t)p->query_heads, kv_heads = (size_t)p->kv_heads;
+    float *head = p->heads + row * (queries + 2 * kv_heads) * dim;
+    const float *cosine = p->cosine + row * (dim / 2), *sine = p->sine + row * (dim / 2);
+    for (size_t i = 0; i < queries + kv_heads; i++, head += dim)
+        rotate_head(head, dim, i < queries ? p->query_norm : p->key_norm, p->epsilon, cosine, sine);
+    const float *key = head - kv_heads * dim;
+    for (int of_pair = 0; of_pair < 2; of_pair++)
+        narrow((int)p->cache_type, p->keys + p->position[2 * row + of_pair] * p->position_bytes,
+               key + of_pair * kv_heads * dim, kv_heads * dim);
+}
+
+static void place_work(void *argument) {
+    struct chunks *c = argument;
+    const struct rows *p = c->placed;
+    int64_t shares = (p->rows + ROWS_OF_SHARE - 1) / ROWS_OF_SHARE;
+    for (int64_t i; (i = team_take(&c->team, shares)) >= 0;)
+        for (int64_t row = i * ROWS_OF_SHARE; row < p->rows && row < (i + 1) * ROWS_OF_SHARE; row++)
+            place_row(p, (size_t)row);
+}
+
 /* A team of `threads` threads and what each needs; 0 without memory, and then the next call tries again. */
 static int use_threads(struct chunks *c, int threads) {
     if (c->threads == threads) return 1;
     if (c->threads) team_end(&c->team);
     c->threads = 0;
     free(c->scratch);
-    free(c->products.panels);
+    free(c->products.own);
     size_t bytes = (size_t)threads * c->scratch_floats * sizeof(float);
     c->scratch = aligned_alloc(64, bytes);
-    c->products.panels = aligned_alloc(64, (size_t)threads * PANEL_FLOATS * sizeof(float));
-    if (!c->scratch || !c->products.panels) return 0;
+    c->products.own = aligned_alloc(64, (size_t)threads * OWN_FLOATS * sizeof(float));
+    if (!c->scratch || !c->products.own) return 0;
     memset(c->scratch, 0, bytes);
     team_start(&c->team, threads);
     c->threads = threads;
     return 1;
 }
 
-/* Both compute on `threads` threads, the caller's included, and block. They keep nothing of what they are given, and
+/* All compute on `threads` threads, the caller's included, and block. They keep nothing of what they are given, and
  * return 0 without memory, with nothing done. */
 
 /* Attends from all chunks in one layer. The pool holds the chunks' own keys already. */
@@ -270,6 +307,14 @@ EXPORT int baton_attend(struct chunks *c, const struct attention *attention, int
     c->attention = attention;
     atomic_store(&c->next_scratch, 0);
     team_run(&c->team, attention_work, c);
+    return 1;
+}
+
+/* Rotates queries and keys in place, and writes keys and values into the pool. */
+EXPORT int baton_place_rows(struct chunks *c, const struct rows *rows, int threads) {
+    if (!use_threads(c, threads)) return 0;
+    c->placed = rows;
+    team_run(&c->team, place_work, c);
     return 1;
 }
 
@@ -282,7 +327,7 @@ EXPORT int baton_multiply(struct chunks *c, const struct product *product, int t
 EXPORT void baton_chunks_destroy(struct chunks *c) {
     if (c->threads) team_end(&c->team);
     free(c->scratch);
-    free(c->products.panels);
+    free(c->products.own);
     free(c->products.packed);
     free(c);
 }

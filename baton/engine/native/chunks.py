@@ -1,4 +1,4 @@
-"""Prefill steps on a CPU by the project's own kernels: attention over the paged pool in place, and linear layers."""
+"""Prefill steps on a CPU by the project's own kernels: linear layers, and attention over the paged pool in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from baton.core.errors import StartupError
+from baton.engine.heads import split_heads
 from baton.engine.int8_weight import Int8Weight
 from baton.engine.native.library import TYPES
 
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.engine.batch import BatchPlan
+    from baton.engine.heads import Rotary
     from baton.engine.kv_pool import KVPool
     from baton.engine.model_config import DecoderConfig
-    from baton.engine.weights import Linear
+    from baton.engine.step_inputs import StepInputs
+    from baton.engine.weights import LayerWeights, Linear
 
 
 class _Chunk(Structure):
@@ -54,6 +57,19 @@ class _Product(Structure):
         ("norm", c_void_p),
         ("epsilon", c_double),
         ("y", c_void_p),
+        ("adds", c_int64),
+    ]
+
+
+class _Rows(Structure):
+    """Mirrors `struct rows` of chunks.c."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("cache_type", "rows", "query_heads", "kv_heads", "head_dim")),
+        *((name, c_void_p) for name in ("heads", "cosine", "sine", "query_norm", "key_norm")),
+        ("epsilon", c_double),
+        *((name, c_void_p) for name in ("keys", "position")),
+        ("position_bytes", c_int64),
     ]
 
 
@@ -79,6 +95,9 @@ class ChunkKernels:
         self._attend, self._multiply = self._library.baton_attend, self._library.baton_multiply
         self._attend.argtypes, self._attend.restype = [c_void_p, POINTER(_Attention), c_int], c_int
         self._multiply.argtypes, self._multiply.restype = [c_void_p, POINTER(_Product), c_int], c_int
+        self._place = self._library.baton_place_rows
+        self._place.argtypes, self._place.restype = [c_void_p, POINTER(_Rows), c_int], c_int
+        self._config = config
         self._epsilon = config.rms_norm_eps
         self._shared = config.num_heads // config.num_kv_heads
         self._handle = create(config.head_dim, self._shared)
@@ -94,6 +113,15 @@ class ChunkKernels:
         """A step's attention in the layers that share one window. The step must fit (`BatchPlan.assert_fits`)."""
         return ChunkPlan(self, self._shared, plan, pool, window)
 
+    def plan_heads(self, rotary: Rotary, inputs: StepInputs, pool: KVPool) -> ChunkHeads:
+        """What is done to the heads of a step; `rotary` is of its tokens, in float32."""
+        return ChunkHeads(self, self._config, rotary, inputs, pool)
+
+    def place(self, rows: _Rows) -> None:
+        """Blocks; releases the interpreter's lock meanwhile. MemoryError, with nothing done, without scratch."""
+        if not self._place(self._handle, ctypes.byref(rows), self._num_threads):
+            raise MemoryError("scratch of the prefill kernels")
+
     def attend(self, attention: _Attention) -> None:
         """Blocks; releases the interpreter's lock meanwhile. MemoryError, with nothing done, without scratch."""
         if not self._attend(self._handle, ctypes.byref(attention), self._num_threads):
@@ -101,43 +129,92 @@ class ChunkKernels:
 
     def linear(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """What `linear` computes, for float32 `x`; so do the others. Blocks. MemoryError, with nothing done."""
-        return self._product(linear, x, _PLAIN)
+        return self._product(linear, self._of(x, _PLAIN))
 
     def after_norm(self, linear: Linear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The linear layer of the RMS norm of `x` with that weight."""
-        return self._product(linear, x, _NORMED, weight.to(torch.float32))
+        wide = weight.to(torch.float32)
+        return self._product(linear, self._of(x, _NORMED, norm=wide.data_ptr()))
 
     def after_gate(self, linear: Linear, gate_up: torch.Tensor) -> torch.Tensor:
         """The linear layer of silu(gate) * up: the two halves of `gate_up` [tokens, 2 * in]."""
-        return self._product(linear, gate_up, _GATED)
+        return self._product(linear, self._of(gate_up, _GATED))
 
-    def _product(
-        self, linear: Linear, x: torch.Tensor, of_input: int, norm: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def add_linear(self, to: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
+        """Adds what `linear` gives to `to` [tokens, out]."""
+        self._product(linear, self._of(x, _PLAIN), to)
+
+    def add_after_gate(self, to: torch.Tensor, linear: Linear, gate_up: torch.Tensor) -> None:
+        """Adds what `after_gate` gives to `to` [tokens, out]."""
+        self._product(linear, self._of(gate_up, _GATED), to)
+
+    def _of(self, x: torch.Tensor, what: int, norm: int | None = None) -> _Product:
+        """A product of `x`, which `what` is done to first."""
+        assert x.dtype == torch.float32, "activations are float32 where these kernels multiply"
+        assert x.stride(1) == 1, "values of a row lie side by side"
+        return _Product(
+            rows=x.shape[0], x=x.data_ptr(), x_stride=x.stride(0), input=what, norm=norm, epsilon=self._epsilon
+        )
+
+    def _product(self, linear: Linear, product: _Product, to: torch.Tensor | None = None) -> torch.Tensor:
+        """Adds the product's results to `to`, if there is one; returns what has them."""
         weight, bias = linear.weight, None if linear.bias is None else linear.bias.to(torch.float32)
         out_features, in_features = weight.shape
         values, scales = (weight.values, weight.scales) if isinstance(weight, Int8Weight) else (weight, None)
-        assert x.dtype == torch.float32, "activations are float32 where these kernels multiply"
-        assert x.stride(1) == 1 == values.stride(-1), "values of a row lie side by side"
-        output = torch.empty(x.shape[0], out_features)
-        product = _Product(
-            type=TYPES[str(values.dtype).removeprefix("torch.")],
-            out=out_features,
-            in_=in_features,
-            weight=values.data_ptr(),
-            scale=None if scales is None else scales.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
-            rows=x.shape[0],
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            input=of_input,
-            norm=None if norm is None else norm.data_ptr(),
-            epsilon=self._epsilon,
-            y=output.data_ptr(),
-        )
+        assert values.stride(-1) == 1, "weights of a row lie side by side"
+        output = torch.empty(product.rows, out_features) if to is None else to
+        assert output.is_contiguous() and output.dtype == torch.float32, "results are float32 without gaps"  # noqa: PT018
+        product.type, product.out, product.in_ = TYPES[_name(values.dtype)], out_features, in_features
+        product.weight, product.scale = values.data_ptr(), None if scales is None else scales.data_ptr()
+        product.bias = None if bias is None else bias.data_ptr()
+        product.y, product.adds = output.data_ptr(), to is not None
         if not self._multiply(self._handle, ctypes.byref(product), self._num_threads):
             raise MemoryError("scratch of a linear layer")
         return output
+
+
+class ChunkHeads:
+    """Does what `TorchHeads` does, for float32 heads."""
+
+    def __init__(
+        self, kernels: ChunkKernels, config: DecoderConfig, rotary: Rotary, inputs: StepInputs, pool: KVPool
+    ) -> None:
+        self._kernels = kernels
+        self._config = config
+        self._pool = pool
+        # The library reads these: they have to live as long as this object.
+        self._cos, self._sin = (each.contiguous() for each in rotary)
+        self._positions = inputs.pool_rows.contiguous()
+        assert self._cos.dtype == self._sin.dtype == torch.float32, "angles are float32"
+        strides = pool.tensor.stride()
+        assert strides[4:] == (config.head_dim, 1), "heads lie side by side"
+        self._rows = _Rows(
+            cache_type=TYPES[pool.layout.dtype],
+            query_heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            cosine=self._cos.data_ptr(),
+            sine=self._sin.data_ptr(),
+            epsilon=config.rms_norm_eps,
+            position=self._positions.data_ptr(),
+            position_bytes=strides[3] * pool.tensor.itemsize,
+        )
+        self._layer_bytes = strides[1] * pool.tensor.itemsize
+
+    def run(self, heads: torch.Tensor, layer: LayerWeights, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StepHeads.run`; blocks until done. Keys and values that it returns are not rounded as the pool's are."""
+        assert heads.is_contiguous(), "rows follow each other"
+        assert heads.dtype == torch.float32, "heads are float32"
+        query_norm, key_norm = (
+            None if norm is None else norm.to(torch.float32) for norm in (layer.query_norm, layer.key_norm)
+        )
+        rows = self._rows
+        rows.rows, rows.heads = heads.shape[0], heads.data_ptr()
+        rows.query_norm = None if query_norm is None else query_norm.data_ptr()
+        rows.key_norm = None if key_norm is None else key_norm.data_ptr()
+        rows.keys = self._pool.tensor.data_ptr() + index * self._layer_bytes
+        self._kernels.place(rows)
+        return split_heads(self._config, heads.view(heads.shape[0], -1, self._config.head_dim))
 
 
 class ChunkPlan:
@@ -181,3 +258,7 @@ class ChunkPlan:
         attention.mixed = mixed.data_ptr()
         self._kernels.attend(attention)
         return mixed.flatten(1).to(queries.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

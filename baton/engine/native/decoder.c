@@ -6,6 +6,7 @@
  * for int8 weights also rounds it.
  */
 #include "attention.h"
+#include "heads.h"
 #include "int8.h"
 #include "linear.h"
 #include "simd.h"
@@ -117,22 +118,6 @@ static void complete_row(struct decoder *d, const float *x, int64_t row, int64_t
         d->steps[row] = round_row(x, (size_t)count, d->rounded + (size_t)row * d->rounded_stride);
 }
 
-/* Normalises (if `weight`) and rotates one head in place. */
-static void rotate(const struct model *m, float *head, const float *weight, const float *cosine, const float *sine) {
-    size_t dim = (size_t)m->head_dim, half = dim / 2;
-    if (weight) {
-        float squares = 0.0f;
-        for (size_t i = 0; i < dim; i++) squares += head[i] * head[i];
-        float scale = 1.0f / sqrtf(squares / (float)dim + (float)m->norm_epsilon);
-        for (size_t i = 0; i < dim; i++) head[i] = head[i] * scale * weight[i];
-    }
-    for (size_t i = 0; i < half; i++) {
-        float low = head[i], high = head[i + half];
-        head[i] = low * cosine[i] - high * sine[i];
-        head[i + half] = high * cosine[i] + low * sine[i];
-    }
-}
-
 static void prepare_heads(struct decoder *d, const struct layer *layer, int64_t index, int64_t row) {
     const struct model *m = &d->model;
     size_t dim = (size_t)m->head_dim, kv_dim = (size_t)m->kv_heads * dim;
@@ -140,10 +125,11 @@ static void prepare_heads(struct decoder *d, const struct layer *layer, int64_t 
     float *query = d->queries + (size_t)row * d->heads.query_heads * d->heads.head_stride;
     const float *cosine = d->cosine + (size_t)row * (dim / 2), *sine = d->sine + (size_t)row * (dim / 2);
     for (int64_t q = 0; q < m->query_heads; q++, head += dim, query += d->heads.head_stride) {
-        rotate(m, head, layer->query_norm, cosine, sine);
+        rotate_head(head, dim, layer->query_norm, m->norm_epsilon, cosine, sine);
         for (size_t i = 0; i < dim; i++) query[place(d->heads.type, i)] = head[i] * scale;
     }
-    for (int64_t k = 0; k < m->kv_heads; k++) rotate(m, head + (size_t)k * dim, layer->key_norm, cosine, sine);
+    for (int64_t k = 0; k < m->kv_heads; k++)
+        rotate_head(head + (size_t)k * dim, dim, layer->key_norm, m->norm_epsilon, cosine, sine);
     size_t position = (size_t)d->batch.positions[row];
     int32_t block = d->batch.tables[(size_t)d->batch.table_starts[row] + position / d->heads.block_size];
     size_t bytes = kv_dim * element_bytes(d->heads.type);

@@ -33,7 +33,8 @@ struct product {
     int64_t input;
     const float *norm; /* for NORMED: [in] */
     double epsilon;
-    float *y; /* [rows][out] */
+    float *y;     /* [rows][out] */
+    int64_t adds; /* whether results are added to what `y` holds */
 };
 
 struct products {
@@ -43,17 +44,42 @@ struct products {
     float *packed;      /* [strip][padded in][STRIP], or for int8 weights int16 [strip][pair][STRIP][2] */
     size_t packed_floats;
     float step[MOST_ROWS]; /* of each packed row, for int8 weights */
-    float *panels;         /* a thread's own [GROUP_PANELS][DEPTH][BLOCK], or struct int8_group [GROUP_PANELS][INT8_DEPTH] */
-    _Atomic int next_panels;
+    float *own;            /* OWN_FLOATS of each thread */
+    _Atomic int next_own;
 };
 
-#define PANEL_FLOATS (GROUP_PANELS * DEPTH * BLOCK)
+/* A thread's own: panels [GROUP_PANELS][DEPTH][BLOCK], or struct int8_group [GROUP_PANELS][INT8_DEPTH]; and the sums of a
+ * group of panels [MOST_ROWS][GROUP_WIDTH], where they are added to something when they are complete. */
+#define GROUP_WIDTH (GROUP_PANELS * BLOCK)
+#define PANEL_FLOATS (GROUP_WIDTH * DEPTH)
+#define OWN_FLOATS (PANEL_FLOATS + MOST_ROWS * GROUP_WIDTH)
 _Static_assert(GROUP_PANELS * INT8_DEPTH * sizeof(struct int8_group) <= PANEL_FLOATS * sizeof(float), "room for both");
 
 /* Groups of int8 weights. */
 struct int8_part {
     size_t from, to;
 };
+
+/* Where the sums of the packed rows go, from some output on. */
+struct sums {
+    float *y;
+    size_t stride;
+};
+
+static struct sums sums_at(const struct products *s, size_t out, float *own) {
+    const struct product *p = s->product;
+    if (p->adds) return (struct sums){own + PANEL_FLOATS, GROUP_WIDTH};
+    return (struct sums){p->y + s->first * (size_t)p->out + out, (size_t)p->out};
+}
+
+/* Adds a group's complete sums where the product is to be added. */
+static void add_sums(const struct products *s, size_t out, struct sums from) {
+    const struct product *p = s->product;
+    size_t left = (size_t)p->out - out, count = left < GROUP_WIDTH ? left : GROUP_WIDTH;
+    float *to = p->y + s->first * (size_t)p->out + out;
+    for (size_t row = 0; p->adds && row < s->rows; row++, to += p->out)
+        for (size_t i = 0; i < count; i++) to[i] += from.y[row * from.stride + i];
+}
 
 /* One row as the weights are multiplied with it, in plain order: [padded in], of which the end is left. */
 static void take_row(const struct product *p, const float *x, float *to) {
@@ -127,11 +153,11 @@ INLINE void take_weights(int type, const struct product *p, size_t out, size_t p
     }
 }
 
-/* One tile: a strip times a panel. Those at the edges go through a tile of their own. */
-static void multiply_tile(const struct product *p, size_t depth, const float *rows, const float *panel, size_t row,
-                          size_t row_end, size_t out, int first) {
-    size_t stride = (size_t)p->out, columns = stride - out < BLOCK ? stride - out : BLOCK, count = row_end - row;
-    float *y = p->y + row * stride + out, ones[STRIP], edge[STRIP * BLOCK];
+/* One tile: a strip times a panel, for `count` rows. Those at the edges go through a tile of their own. */
+static void multiply_tile(const struct product *p, size_t depth, const float *rows, const float *panel, struct sums to,
+                          size_t count, size_t out, int first) {
+    size_t left = (size_t)p->out - out, columns = left < BLOCK ? left : BLOCK, stride = to.stride;
+    float *y = to.y, ones[STRIP], edge[STRIP * BLOCK];
     for (size_t r = 0; r < STRIP; r++) ones[r] = 1.0f;
     int is_whole = columns == BLOCK && count >= STRIP, keeps = !first || p->bias;
     count = count < STRIP ? count : STRIP;
@@ -151,7 +177,8 @@ static void multiply_tile(const struct product *p, size_t depth, const float *ro
 static void multiply_group(const struct products *s, size_t out, float *panels) {
     const struct product *p = s->product;
     size_t in = (size_t)p->in, whole = padded(in), left = (size_t)p->out - out, strips = (s->rows + STRIP - 1) / STRIP;
-    size_t count = left < GROUP_PANELS * BLOCK ? (left + BLOCK - 1) / BLOCK : GROUP_PANELS;
+    size_t count = left < GROUP_WIDTH ? (left + BLOCK - 1) / BLOCK : GROUP_PANELS;
+    struct sums sums = sums_at(s, out, panels);
     for (size_t from = 0; from < in; from += DEPTH) {
         size_t to = in - from < DEPTH ? in : from + DEPTH, depth = padded(to - from);
         if (p->type == FLOAT32)
@@ -161,10 +188,13 @@ static void multiply_group(const struct products *s, size_t out, float *panels) 
         else
             take_weights(FLOAT16, p, out, count, from, to, panels);
         for (size_t strip = 0; strip < strips; strip++)
-            for (size_t panel = 0; panel < count; panel++)
-                multiply_tile(p, depth, s->packed + (strip * whole + from) * STRIP, panels + panel * depth * BLOCK,
-                              s->first + strip * STRIP, s->first + s->rows, out + panel * BLOCK, from == 0);
+            for (size_t panel = 0; panel < count; panel++) {
+                struct sums at = {sums.y + strip * STRIP * sums.stride + panel * BLOCK, sums.stride};
+                multiply_tile(p, depth, s->packed + (strip * whole + from) * STRIP, panels + panel * depth * BLOCK, at,
+                              s->rows - strip * STRIP, out + panel * BLOCK, from == 0);
+            }
     }
+    add_sums(s, out, sums);
 }
 
 /* The same of int8 weights, in whole groups. */
@@ -195,14 +225,14 @@ INLINE void copy_columns(float *to, const float *from, size_t columns) {
 }
 
 static void multiply_int8_tile(const struct products *s, size_t strip, struct int8_part part, size_t out,
-                               const struct int8_group *panel) {
+                               const struct int8_group *panel, struct sums to) {
     const struct product *p = s->product;
-    size_t stride = (size_t)p->out, columns = stride - out < BLOCK ? stride - out : BLOCK, row = strip * STRIP;
+    size_t left = (size_t)p->out - out, columns = left < BLOCK ? left : BLOCK, row = strip * STRIP;
     size_t count = s->rows - row < STRIP ? s->rows - row : STRIP, groups = int8_groups(p);
-    float *y = p->y + (s->first + row) * stride + out;
+    float *y = to.y + row * to.stride;
     float sums[STRIP * BLOCK] __attribute__((aligned(64))) = {0}, bias[BLOCK] = {0};
     if (part.from)
-        for (size_t r = 0; r < count; r++) copy_columns(sums + r * BLOCK, y + r * stride, columns);
+        for (size_t r = 0; r < count; r++) copy_columns(sums + r * BLOCK, y + r * to.stride, columns);
     const int16_t *rows = (const int16_t *)s->packed + (strip * groups + part.from) * GROUP * STRIP;
     multiply_int8_panel(part.to - part.from, rows, panel, sums);
     int is_last = part.to == groups;
@@ -211,29 +241,32 @@ static void multiply_int8_tile(const struct products *s, size_t strip, struct in
         float *sum = sums + r * BLOCK;
         for (size_t i = 0; is_last && i < BLOCK; i += LANES)
             store(sum + i, load(sum + i) * splat(s->step[row + r]) + load(bias + i));
-        copy_columns(y + r * stride, sum, columns);
+        copy_columns(y + r * to.stride, sum, columns);
     }
 }
 
 static void multiply_int8_group(const struct products *s, size_t out, struct int8_group *panels) {
     const struct product *p = s->product;
     size_t left = (size_t)p->out - out, strips = (s->rows + STRIP - 1) / STRIP, groups = int8_groups(p);
-    size_t count = left < GROUP_PANELS * BLOCK ? (left + BLOCK - 1) / BLOCK : GROUP_PANELS;
+    size_t count = left < GROUP_WIDTH ? (left + BLOCK - 1) / BLOCK : GROUP_PANELS;
+    struct sums sums = sums_at(s, out, (float *)panels);
     size_t parts = (groups + INT8_DEPTH - 1) / INT8_DEPTH, depth = (groups + parts - 1) / parts; /* none is tiny */
     for (size_t from = 0; from < groups; from += depth) {
         struct int8_part part = {from, groups - from < depth ? groups : from + depth};
         take_int8_weights(p, out, count, part.from, part.to, panels);
         for (size_t strip = 0; strip < strips; strip++)
             for (size_t panel = 0; panel < count; panel++)
-                multiply_int8_tile(s, strip, part, out + panel * BLOCK, panels + panel * (part.to - part.from));
+                multiply_int8_tile(s, strip, part, out + panel * BLOCK, panels + panel * (part.to - part.from),
+                                   (struct sums){sums.y + panel * BLOCK, sums.stride});
     }
+    add_sums(s, out, sums);
 }
 
 static void product_work(void *argument) {
     struct products *s = argument;
     const struct product *p = s->product;
-    float *panels = s->panels + (size_t)atomic_fetch_add(&s->next_panels, 1) * PANEL_FLOATS;
-    int64_t strips = (int64_t)((s->rows + STRIP - 1) / STRIP), width = GROUP_PANELS * BLOCK;
+    float *panels = s->own + (size_t)atomic_fetch_add(&s->next_own, 1) * OWN_FLOATS;
+    int64_t strips = (int64_t)((s->rows + STRIP - 1) / STRIP), width = GROUP_WIDTH;
     float row[padded((size_t)p->in)];
     for (int64_t i; (i = team_take(s->team, strips)) >= 0;)
         if (p->type == INT8)
@@ -266,7 +299,7 @@ static void multiply_rows(struct products *s, const struct product *product) {
     for (s->first = 0; s->first < (size_t)product->rows; s->first += s->rows) {
         s->rows = (size_t)product->rows - s->first;
         if (s->rows > MOST_ROWS) s->rows = MOST_ROWS;
-        atomic_store(&s->next_panels, 0);
+        atomic_store(&s->next_own, 0);
         team_run(s->team, product_work, s);
     }
 }

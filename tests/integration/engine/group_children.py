@@ -21,12 +21,12 @@ def run_short_of_memory(name: str) -> None:
 
     if name != "engine_rank_1":
         return
-    whole, store = DecoderModel._mlp, HostCopy._store
+    whole, store = DecoderModel._add_mlp, HostCopy._store
 
-    def mlp(self: DecoderModel, layer: Any, x: Any) -> Any:
-        if len(x) == LONG_STEP_TOKENS:
+    def add_mlp(self: DecoderModel, hidden: Any, layer: Any) -> None:
+        if len(hidden) == LONG_STEP_TOKENS:
             raise RuntimeError(_FAILED_ALLOCATION)
-        return whole(self, layer, x)
+        whole(self, hidden, layer)
 
     def put_out(self: HostCopy, block_ids: Any, host_ids: Any) -> None:
         if UNLUCKY_BLOCK in block_ids:
@@ -34,7 +34,7 @@ def run_short_of_memory(name: str) -> None:
         store(self, block_ids, host_ids)
 
     HostCopy._store = put_out  # type: ignore[method-assign]
-    DecoderModel._mlp = mlp  # type: ignore[method-assign]
+    DecoderModel._add_mlp = add_mlp  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

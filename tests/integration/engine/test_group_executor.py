@@ -163,7 +163,7 @@ def test_a_step_that_fails_in_the_first_rank_fails_alone(started, monkeypatch) -
     piece = Sequence("short", [1, 2, 3], [60]).next_slice(9)
     expected = executor.execute(BatchPlan(slices=[piece])).tokens
     with monkeypatch.context() as patch:
-        patch.setattr(executor._own.model, "_mlp", lambda *_: 1 / 0)
+        patch.setattr(executor._own.model, "_add_mlp", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             executor.execute(BatchPlan(slices=[piece]))
     assert executor.execute(BatchPlan(slices=[piece])).tokens == expected

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import platform
 import random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from baton.engine.attention import AttentionPlan
 from baton.engine.batch import BatchPlan, SequenceSlice
+from baton.engine.heads import TorchHeads
 from baton.engine.kv_pool import KVPool
 from baton.engine.model import DecoderModel
 from baton.engine.model_config import DecoderConfig
@@ -20,6 +22,7 @@ from baton.engine.native.build import build, compiler
 from baton.engine.native.chunks import ChunkKernels
 from baton.engine.native.decoder import NativeDecoder
 from baton.engine.sharding import Shard
+from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_executor import TorchExecutor
 from baton.engine.weights import DecoderWeights, WeightForm
 from tests.integration.engine import families
@@ -250,6 +253,53 @@ def test_numbers_that_are_none_are_passed_on(config: DecoderConfig, native_libra
     mixed = computed(ChunkKernels(config, native_library, num_threads=2), plan, config, pool)
     assert mixed[:3].isfinite().all()
     assert mixed[3:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (8, 1, 6)])
+def test_heads_are_rotated_and_written_as_by_torch(
+    config: DecoderConfig, native_library: Path, dtype: str, has_norms: bool, shape: tuple[int, int, int]
+) -> None:
+    config = heads(config, *shape)
+    pools = [noisy_pool(config, 120, dtype=dtype) for _ in range(2)]
+    plan = chunks(pools[0], *SPANS)
+    inputs = StepInputs.of(plan, pools[0].layout)
+    generator = torch.Generator().manual_seed(8)
+    angles = torch.randn(plan.num_tokens, config.head_dim // 2, generator=generator)
+    rotary = angles.cos(), angles.sin()
+    weights: Any = SimpleNamespace(query_norm=None, key_norm=None)
+    if has_norms:
+        weights.query_norm, weights.key_norm = torch.randn(2, config.head_dim, generator=generator).to(torch.bfloat16)
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    given = torch.randn(plan.num_tokens, width, generator=generator)
+    kernels = ChunkKernels(config, native_library, num_threads=2)
+    reference = TorchHeads(config, rotary, inputs, pools[0]).run(given.clone(), weights, 1)
+    for num_threads in (1, 2):
+        kernels.use_threads(num_threads)
+        queries, keys_values = kernels.plan_heads(rotary, inputs, pools[1]).run(given.clone(), weights, 1)
+        torch.testing.assert_close(queries, reference[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(keys_values.to(reference[1].dtype), reference[1], rtol=1e-2, atol=1e-5)
+        # What the pool holds is what was returned, rounded; the rest of it is as it was.
+        view, rows = pools[0].positions_view(), inputs.pool_rows + 2 * pools[0].layout.block_size
+        view[rows] = keys_values.reshape(-1, view.shape[1]).to(view.dtype)
+        assert torch.equal(pools[1].tensor, pools[0].tensor)
+
+
+def test_a_rank_writes_its_own_heads(config: DecoderConfig, native_library: Path) -> None:
+    config = heads(config, 9, 3, 16)
+    pools = [noisy_pool(config, 120) for _ in range(2)]
+    plan = chunks(pools[0], *SPANS)
+    part = dataclasses.replace(config, num_heads=6, num_kv_heads=2)
+    angles = torch.randn(plan.num_tokens, 8)
+    given = torch.randn(plan.num_tokens, 10 * 16)
+    weights: Any = SimpleNamespace(query_norm=None, key_norm=None)
+    inputs = StepInputs.of(plan, pools[0].layout)
+    rotary = angles.cos(), angles.sin()
+    shares = [pool.part(Shard(1, 2)) for pool in pools]
+    TorchHeads(part, rotary, inputs, shares[0]).run(given.clone(), weights, 0)
+    ChunkKernels(part, native_library, num_threads=2).plan_heads(rotary, inputs, shares[1]).run(given, weights, 0)
+    torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_plans_are_run_in_turn(config: DecoderConfig, native_library: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-import baton.engine.model as torch_model
+import baton.engine.heads as torch_heads
 from baton.engine.batch import BatchPlan, SequenceSlice
 from baton.engine.int8_weight import Int8Weight
 from baton.engine.kv_pool import KVPool, torch_dtype
@@ -134,12 +134,12 @@ def compare(folder: Path, library: Path, kind: str, monkeypatch: pytest.MonkeyPa
     model, pool = load(folder, kind)
     dtype = pool.tensor.dtype
     reference, reference_pool = widened(model), copy_of(pool, "float32")
-    write = torch_model._write
+    write = torch_heads._write
 
     def write_rounded(pool: KVPool, pool_rows: torch.Tensor, layer: int, keys_values: torch.Tensor) -> None:
         write(pool, pool_rows, layer, keys_values.to(dtype).to(torch.float32))
 
-    monkeypatch.setattr(torch_model, "_write", write_rounded)
+    monkeypatch.setattr(torch_heads, "_write", write_rounded)
     decoder = NativeDecoder(model, pool, library=library, num_threads=2)
     # Around the edges of blocks (4), windows (5, 7, 8, 9) and spans of keys (128).
     positions = [0, 3, 4, 5, 6, 7, 8, 9, 10, 37, 126, 127, 128, 129, 255]

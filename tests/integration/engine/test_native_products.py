@@ -90,6 +90,11 @@ def compare(kernels: ChunkKernels, dtype: torch.dtype, num_rows: int, *, rounds_
                 if dtype == torch.int8 and not (rounds_alike and of is x):
                     error += 10 * steps_of(of).max().item()
                 torch.testing.assert_close(actual, expected(layer, of), rtol=0.0, atol=error)
+            sums = torch.randn(2, num_rows, out_features)
+            added = sums + torch.stack((kernels.linear(layer, x), kernels.after_gate(layer, gate_up)))
+            kernels.add_linear(sums[0], layer, x)
+            kernels.add_after_gate(sums[1], layer, gate_up)
+            assert torch.equal(sums, added)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

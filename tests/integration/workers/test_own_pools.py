@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from tests.integration.workers.harness import Client
 
-# Seven processes import PyTorch, and ranks wait for each other many times a step.
-pytestmark = pytest.mark.timeout(600)
-
 MODULE = "tests.integration.workers.own_pools"
 # Of one chunk, with an incomplete block at the end; the second one has the first one's beginning.
 SHORT = [[(7 * i + i * i + 3) % VOCAB_SIZE for i in range(length)] for length in (40, 55)]
