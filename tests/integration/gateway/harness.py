@@ -299,7 +299,7 @@ async def deployed(
     parts = Deployment(model, tokenizer)
     async with AsyncExitStack() as stack:
         keys = Keys("test", model.name)
-        connection = await connect(RedisSettings(url=redis_url), keys)
+        connection = await connect(RedisSettings(url=redis_url, socket_timeout_s=options.call_timeout_s), keys)
         stack.push_async_callback(connection.close)
         parts.connection = connection
         parts.registry = WorkerRegistry(connection, keys)
