@@ -161,11 +161,14 @@ class DecodeCore:
     def stats(self) -> EngineStats:
         """What the engine holds now. What waits for its source to compute more is held."""
         num_idle = sum(handover.waits_for_source for handover in self._handovers.values())
+        num_held = self._scheduler.num_parked + num_idle
+        is_moving = self._scheduler.is_swapping or any(each.is_copying for each in self._handovers.values())
         return EngineStats(
             num_waiting=self._scheduler.num_waiting - num_idle,
             num_running=self._scheduler.num_running,
-            num_held=self._scheduler.num_parked + num_idle,
+            num_held=num_held,
             num_used_blocks=self._pool.num_used,
+            is_blocked=self._is_stuck and num_held > 0 and not is_moving,
             preemptions=self._scheduler.preemptions,
         )
 

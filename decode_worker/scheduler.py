@@ -62,6 +62,11 @@ class DecodeScheduler:
         return len(self._seats.parked) + sum(sequence.is_parked for sequence in self._seats.away.values())
 
     @property
+    def is_swapping(self) -> bool:
+        """Whether blocks are on their way to the swap space or back."""
+        return bool(self._seats.leaving or self._seats.returning)
+
+    @property
     def preemptions(self) -> Preemptions:
         """What was done for want of blocks."""
         return self._room.preemptions

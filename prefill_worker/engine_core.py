@@ -150,6 +150,7 @@ class PrefillCore:
             num_running=self._scheduler.num_running,
             num_held=self._scheduler.num_held,
             num_used_blocks=self._scheduler.num_used_blocks,
+            is_blocked=not self._scheduler.has_step and self._scheduler.num_held > 0,
         )
 
     def check_integrity(self) -> None:

@@ -58,23 +58,25 @@ class EngineStats:
     """What an engine holds after a step.
 
     `num_held` counts attempts whose blocks wait for another worker or a reader: there is nothing to be done for them.
+    `is_blocked`: nor is there for any other, until those let go of what they hold.
     """
 
     num_waiting: int = 0
     num_running: int = 0
     num_held: int = 0
     num_used_blocks: int = 0
+    is_blocked: bool = False
     preemptions: Preemptions = Preemptions()
 
     @property
     def has_work(self) -> bool:
         """Whether the engine should be making progress."""
-        return self.num_waiting + self.num_running > 0
+        return self.num_waiting + self.num_running > 0 and not self.is_blocked
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no attempt at all: every block must be free."""
-        return not self.has_work and self.num_held == 0
+        return self.num_waiting + self.num_running + self.num_held == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ class EngineLoop:
         self._clock = clock
         self._interrupts = interrupts
         self._num_commands = 0
+        self._was_at_work = False  # by the last batch
         self._faults: list[InternalError] = []  # of the steps since one that chose a token
 
     def run(self, channel: ChildChannel[Any, EventBatch]) -> None:
@@ -196,16 +199,20 @@ class EngineLoop:
             plan = self._plan([], lambda: interrupts.plan_interrupt(step), emit)
 
     def _plan(self, commands: list[Any], plan: Callable[[], BatchPlan], emit: Emit) -> BatchPlan:
-        """Applies `commands`, plans, and tells what happened; a batch without events only as an answer to commands."""
+        """Applies `commands`, plans, and tells what happened.
+
+        A batch without events is an answer to commands, or says that there is nothing to do any more.
+        """
         self._apply(commands)
         step = plan()
         events = self._core.take_events()
-        if events or (commands and not step.slices):
+        if events or (not step.slices and (commands or self._core.stats.has_work != self._was_at_work)):
             emit(self._batch(events, None))
         return step
 
     def _batch(self, events: tuple[Any, ...], step: StepStats | None) -> EventBatch:
         stats = self._core.stats
+        self._was_at_work = stats.has_work
         if stats.is_idle:
             self._core.check_integrity()
         return EventBatch(events=events, num_commands=self._num_commands, stats=stats, step=step)

@@ -269,6 +269,8 @@ async def test_decode_waits_for_its_turn_and_its_lease_lives_on(pair, reference)
         await client.eventually(is_waiting)
         await asyncio.sleep(1.5 * LEASE_S)  # the time is the point: nothing happens at its end
         assert not waiting.done()
+        # Longer than `stall_s`: but nothing can be done, so nobody is to take the worker for stuck.
+        assert [status.state for status in await client.status()] == [common_pb2.WORKER_STATE_READY] * 2
         for hog in hogs:
             hog.cancel()
         assert (await waiting).handover.wait_s > 1.4 * LEASE_S

@@ -285,6 +285,24 @@ def test_a_parked_sequence_keeps_its_slot_and_blocks_and_goes_on_where_it_was(be
     bench.core.check_integrity()
 
 
+def test_an_engine_whose_seats_are_all_parked_is_not_taken_for_stuck(bench):
+    for name in "abc":
+        bench.join(accept(name, max_tokens=8))
+    bench.turn(accept("waits"), after_step=[Park(attempt_id=name) for name in "abc"])
+    batches = []
+    bench.loop.turn([], list, batches.append)  # nobody has asked, and yet it is told that there is nothing to do
+    assert [batch.stats.has_work for batch in batches] == [False]
+    assert (batches[0].stats.num_waiting, batches[0].stats.num_held) == (1, 3)
+    assert not batches[0].stats.is_idle
+    bench.turn(Cancel(attempt_id="a"))
+    assert bench.core.stats.has_work  # a copy is under way
+    assert list(bench.copier.started) == ["waits"]
+    bench.copier.finish("waits")
+    bench.run_dry()
+    bench.turn(Cancel(attempt_id="b"), Cancel(attempt_id="c"))
+    bench.core.check_integrity()
+
+
 def test_only_parked_sequences_are_no_work_and_a_cancel_frees_them(bench):
     bench.join(accept("a", max_tokens=8))
     bench.turn(Park(attempt_id="a"))

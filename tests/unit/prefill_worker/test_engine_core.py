@@ -125,6 +125,19 @@ def submit(attempt_id: str, num_tokens: int, *, max_tokens: int = 5, stop_ids=()
     )
 
 
+def test_an_engine_whose_blocks_are_all_under_leases_is_not_taken_for_stuck(bench):
+    num_tokens = NUM_BLOCKS * LAYOUT.block_size
+    bench.run_dry(submit("a", num_tokens))
+    (batch,) = bench.batches(submit("waits", num_tokens))
+    assert (batch.stats.num_waiting, batch.stats.num_held) == (1, 1)
+    assert not batch.stats.has_work
+    assert not batch.stats.is_idle
+    *_, done = bench.run_dry(Cancel(attempt_id="a"))
+    assert isinstance(done, PromptDone)
+    bench.turn(Cancel(attempt_id="waits"))
+    bench.assert_clean()
+
+
 def test_a_prompt_is_computed_in_chunks_and_held_under_its_lease(bench):
     started, *grown, done = bench.run_dry(submit("a", 20))
     assert started == Started(attempt_id="a", queue_s=0.0)
