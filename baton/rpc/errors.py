@@ -172,7 +172,8 @@ def _from_transport(code: grpc.StatusCode, message: str) -> ServingError:
                 metadata={"size_bytes": sizes[1], "limit": sizes[2]},
             )
         return ResourceExhaustedError(message or "the peer is out of a resource", retry_after_s=None)
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        # A server that stops cancels the calls that it has: whoever cancels a call here doesn't ask what became of it.
         # gRPC's text names addresses inside the deployment; the original stays the cause for logs.
         return UnavailableError("a process that is needed cannot be reached or went away", reason="PEER_UNREACHABLE")
     if code is grpc.StatusCode.INVALID_ARGUMENT:

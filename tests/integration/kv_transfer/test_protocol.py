@@ -101,9 +101,11 @@ class Listener:
 
 
 @asynccontextmanager
-async def serving(endpoint: Endpoint, leases: Leases, port: int = 0):
+async def serving(
+    endpoint: Endpoint, leases: Leases, port: int = 0, *, kind: type[KvTransferServicer] = KvTransferServicer
+):
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
-    servicer = KvTransferServicer(endpoint, [HANDLE], SECRETS, leases)
+    servicer = kind(endpoint, [HANDLE], SECRETS, leases)
     kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -324,6 +326,26 @@ async def test_a_holder_whose_source_dies_is_cancelled(leases, directory):
         await holding.wait()
     with pytest.raises(PeerGoneError):
         await asyncio.wait_for(task, WITHIN_S)
+
+
+class StoppingServicer(KvTransferServicer):
+    """Ends its first renewal as gRPC does when a server stops: without a word of ours."""
+
+    has_cancelled = False
+
+    async def RenewLease(self, request, context):
+        if not self.has_cancelled:
+            self.has_cancelled = True
+            await context.abort(grpc.StatusCode.CANCELLED, "Cancelling all calls")
+        return await super().RenewLease(request, context)
+
+
+async def test_a_renewal_that_a_stopping_source_cancels_is_made_again(leases, directory):
+    async with (
+        serving(PREFILL, leases, kind=StoppingServicer) as port,
+        directory.hold(descriptor_at(f"127.0.0.1:{port}")),
+    ):
+        await asyncio.wait_for(leases.renewed.wait(), WITHIN_S)
 
 
 async def test_a_source_restarted_at_the_same_address_is_another_peer(leases, directory, listener):

@@ -134,7 +134,7 @@ def test_an_oversized_message_reads_well() -> None:
     [
         (grpc.StatusCode.UNAVAILABLE, UnavailableError),
         (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceededError),
-        (grpc.StatusCode.CANCELLED, CancelledError),
+        (grpc.StatusCode.CANCELLED, UnavailableError),  # by a server that stops
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError),
         (grpc.StatusCode.OUT_OF_RANGE, InternalError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, ResourceExhaustedError),
@@ -148,8 +148,9 @@ def test_statuses_that_no_baton_process_wrote(code: grpc.StatusCode, kind: type[
     assert type(from_call(transport(code, ""))) is kind
 
 
-def test_an_unreachable_peer_names_no_address() -> None:
-    error = from_call(transport(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses: ipv4:10.0.0.1:99"))
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_an_unreachable_peer_names_no_address(code: grpc.StatusCode) -> None:
+    error = from_call(transport(code, "failed to connect to all addresses: ipv4:10.0.0.1:99"))
     assert error.reason == "PEER_UNREACHABLE"
     assert "10.0.0.1" not in str(error)
 
