@@ -64,8 +64,6 @@ class GroupExecutor:
         self.max_context_tokens = own.executor.max_context_tokens
         self.pidfds = team.pidfds
         self._rank = own
-        self._group = own.group
-        self._own = own.executor
         self._team = team
         self._started = ExitStack()
         self._epoch = 0
@@ -100,11 +98,11 @@ class GroupExecutor:
         output: StepOutput | None = None
         errors: list[Exception] = []
         try:
-            output = self._own.execute(plan)
+            output = self._rank.executor.execute(plan)
         except GroupBrokenError:
-            self._group.leave()
+            self._rank.group.leave()
         except Exception as error:
-            self._group.leave()
+            self._rank.group.leave()
             errors.append(error)
         outcomes = self._team.answers()
         if output is not None and all(outcome.is_done for outcome in outcomes):
@@ -130,7 +128,7 @@ class GroupExecutor:
 
     def rest(self) -> None:
         """See `Executor.rest`. The other ranks see by themselves that nothing comes."""
-        self._own.rest()
+        self._rank.executor.rest()
 
     def check(self) -> None:
         """See `Executor.check`."""
@@ -142,7 +140,7 @@ class GroupExecutor:
 
     def close(self) -> None:
         """Ends the other ranks; at once those that hang. Repeating it is harmless."""
-        self._group.leave()
+        self._rank.group.leave()
         self._started.close()
 
     def _join(self) -> None:
@@ -150,7 +148,7 @@ class GroupExecutor:
         self._epoch += 1
         self._team.send(Join(self._epoch))
         try:
-            self._group.join(self._epoch)
+            self._rank.group.join(self._epoch)
         except GroupBrokenError as error:
             self._team.check()
             raise EngineFaultError(f"the ranks cannot connect: {error}") from error

@@ -106,9 +106,8 @@ class DecoderModel:
     ) -> torch.Tensor:
         """What `hidden` does, from tensors on the model's device alone. In inference mode."""
         heads = self._plan_heads(inputs, pool)
-        hidden = self._embed(
-            inputs.token_ids
-        ).contiguous()  # rows of int8 have gaps where their last group is not whole
+        # Contiguous, for rows of int8 have gaps where their last group is not whole.
+        hidden = self._embed(inputs.token_ids).contiguous()
         for index, (layer, window) in enumerate(zip(self.weights.layers, self.config.sliding_windows, strict=True)):
             if pause is not None and index > 0:
                 pause()

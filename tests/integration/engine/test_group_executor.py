@@ -31,6 +31,8 @@ from tests.integration.engine.sequences import Sequence, generate, step
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100
@@ -68,13 +70,6 @@ def start_in_time(folder: Path, timeout_s: float) -> GroupExecutor:
         with contextlib.suppress(EngineFaultError):
             return start(folder, timeout_s=timeout_s)[0]
     raise AssertionError("no group connects")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +158,7 @@ def test_a_step_that_fails_in_the_first_rank_fails_alone(started, monkeypatch) -
     piece = Sequence("short", [1, 2, 3], [60]).next_slice(9)
     expected = executor.execute(BatchPlan(slices=[piece])).tokens
     with monkeypatch.context() as patch:
-        patch.setattr(executor._own.model, "_add_mlp", lambda *_: 1 / 0)
+        patch.setattr(executor._rank.executor.model, "_add_mlp", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             executor.execute(BatchPlan(slices=[piece]))
     assert executor.execute(BatchPlan(slices=[piece])).tokens == expected

@@ -28,17 +28,12 @@ if TYPE_CHECKING:
 
     from baton.core.model import KVLayout
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 BLOCK_SIZE = 4
 NUM_BLOCKS = 100
 NUM_SLOTS = 20
 PROMPT = list(range(5, 26))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
